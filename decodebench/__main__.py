@@ -1,0 +1,54 @@
+"""The commands: ``plan``, ``sweep``, ``report``, ``bench``.
+
+Each command is a pair of functions in the room it belongs to: one adds its arguments, one
+runs it and returns the exit code. Rooms are imported only when their command is asked for,
+so that ``plan`` needs neither torch nor pandas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from decodebench.specs import DecodebenchError
+
+#: command → (module, function that adds arguments, function that runs it, one line of help)
+COMMANDS = {
+    "plan": (__name__, "add_plan_arguments", "plan_command", "the layout of a model's cache"),
+    "sweep": ("decodebench.sweep", "add_sweep_arguments", "sweep_command", "a grid of cases to a table"),
+    "report": ("decodebench.report", "add_report_arguments", "report_command", "notebooks to HTML"),
+    "bench fill": ("decodebench.bench.fill", "add_arguments", "bench_fill_command", "fill speed against memset"),
+    "bench decode": (
+        "decodebench.bench.decode", "add_arguments", "bench_decode_command",
+        "decode step against the bandwidth limit",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 on success, 2 with one line on stderr where the input is bad."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = " ".join(argv[:2]) if argv[:1] == ["bench"] else "".join(argv[:1])
+    if name not in COMMANDS:
+        listing = "\n".join(f"  {command:14s} {spec[3]}" for command, spec in COMMANDS.items())
+        print(f"usage: python -m decodebench COMMAND …\n\n{listing}\n\nCOMMAND --help tells more.")
+        return 0 if name in ("-h", "--help") else 2
+    module_name, add_arguments, run, help_line = COMMANDS[name]
+    module = import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"python -m decodebench {name}", description=help_line)
+    getattr(module, add_arguments)(parser)
+    arguments = parser.parse_args(argv[len(name.split()):])
+    try:
+        return getattr(module, run)(arguments) or 0
+    except DecodebenchError as error:
+        print(f"decodebench: {error}".replace("\n", " "), file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
