@@ -4,9 +4,11 @@
 PROFILE ?= quick
 SETUP := .venv/.ready
 
-# the active environment if it can import all of it (a conda user's), else our own
-ACTIVE := $(shell python3 -c "import decodebench, torch, jupyterlab, matplotlib, pandas, pyarrow, papermill, ipywidgets, nbconvert, tqdm, pytest, hypothesis" 2>/dev/null && echo yes)
-ifeq ($(ACTIVE),yes)
+# the active environment if all of it is installed there (a conda user's), else our own;
+# asked from / so that the checkout itself does not count as an installation
+NEEDED := decodebench torch jupyterlab matplotlib pandas pyarrow papermill ipywidgets nbconvert tqdm pytest hypothesis
+ACTIVE := $(shell cd / && python3 -c "from importlib.util import find_spec; print(all(map(find_spec, '$(NEEDED)'.split())))" 2>/dev/null)
+ifeq ($(ACTIVE),True)
 PY := python3
 SETUP :=
 else
