@@ -1,0 +1,68 @@
+"""timing: statistics, clocks, bandwidth, provenance. No assertion about how fast anything is."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from decodebench import timing
+
+
+def test_quantiles_are_linear_between_samples():
+    t = timing.Timing((4.0, 1.0, 3.0, 2.0, 5.0), False, "cpu", "by hand", calls_per_sample=3)
+    assert (t.median, t.q1, t.q3) == (3.0, 2.0, 4.0)
+    assert t.p10 == pytest.approx(1.4) and t.p90 == pytest.approx(4.6)
+    assert t.steps == 15
+    assert timing.Timing((2.0,), True, "cpu", "by hand").p90 == 2.0
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_measure_times_the_step_and_says_how(cold):
+    t = timing.measure(lambda: time.sleep(0.002), cold=cold, min_seconds=0.02, min_steps=4)
+    assert t.median >= 0.002
+    assert t.steps >= 4 and t.cold is cold
+    assert ("cold" if cold else "warm") in str(t)
+    assert t.to_dict()["cache_state"] == ("cold" if cold else "warm")
+
+
+def test_cold_evicts_outside_the_clock(monkeypatch):
+    monkeypatch.setattr(timing, "_eviction_bytes", lambda: 1 << 20)
+    calls = []
+    t = timing.measure(lambda: calls.append(1), cold=True, min_seconds=0, min_steps=7, max_steps=7)
+    assert t.steps == 7 and len(calls) == 8  # one warm-up before the clock
+    assert "1 MiB" in t.method
+
+
+def test_threads_are_restored():
+    before = torch.get_num_threads()
+    timing.measure(lambda: None, cold=True, min_seconds=0, min_steps=1, threads=1)
+    assert torch.get_num_threads() == before
+
+
+def test_bandwidth_is_positive_and_cached(monkeypatch):
+    calls = []
+    real = timing._measure_bandwidth
+    monkeypatch.setattr(timing, "_measure_bandwidth", lambda *a: calls.append(a) or real(*a))
+    timing._cached_bandwidth.cache_clear()
+    first = timing.bandwidth("cpu", max_age=1e9)
+    assert timing.bandwidth("cpu", max_age=1e9) is first and len(calls) == 1
+    assert min(first.read, first.copy, first.memset, first.update) > 0
+
+
+def test_provenance_is_json_and_names_nobody():
+    p = timing.provenance({"block_size": 16}, seed=3)
+    text = json.dumps(p)
+    assert p["settings"] == {"block_size": 16} and p["seed"] == 3 and p["torch"] == torch.__version__
+    assert p["date"].endswith("+00:00") and p["cores"] >= 1
+    assert "/home" not in text and "/root" not in text
+
+
+def test_bad_requests_are_named():
+    with pytest.raises(timing.TimingError, match="max_steps"):
+        timing.measure(lambda: None, min_steps=5, max_steps=2)
+    with pytest.raises(timing.TimingError, match="meta"):
+        timing.measure(lambda: None, device="meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(timing.TimingError, match="cuda"):
+            timing.bandwidth("cuda")
