@@ -1,0 +1,333 @@
+"""A grid of cases → a table, one row a case: resumable, and honest about the cases that failed.
+
+    db.sweep.run({"model": "jamba-v0.1", "block_size": [16, 32, 64], "grouping": ["hybrid", "per_layer"]})
+
+An axis is a value or a list of values; ``Case`` (in ``grid.py``) lists them all, ``COLUMNS`` what a row
+tells, with units. Rows are written the moment they are finished (``journal.py``); a case is recognised by its
+content, so a sweep that was killed, extended or reordered computes only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from decodebench.grid import AXES, MEASURES, Case, SweepError, cases, load_grid
+from decodebench.journal import Journal, read_folder, to_frame
+from decodebench.specs import DecodebenchError
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a column of the result means. ``dtype`` is pandas' name; ``since``: first measure that fills it."""
+
+    dtype: str
+    unit: str
+    meaning: str
+    since: str = "layout"
+
+
+_AXIS_MEANINGS = {
+    "model": "model name or config path", "measure": "how far the case goes", "memory": "budget planned for",
+    "block_size": "block size asked for; empty: vLLM's choice", "grouping": "strategy that made the groups",
+    "memory_order": "order asked for; empty: vLLM's choice", "context": "tokens a request, or a mix",
+    "batch": "requests", "shared_prefix": "tokens hit in the prefix cache",
+    "kv_cache_dtype": "KV cache type asked for", "tensor_parallel_size": "TP", "decode_context_parallel_size": "DCP",
+    "enable_prefix_caching": "states kept at block boundaries", "max_model_len": "length asked for",
+    "fault": "historic defect switched on; empty: none", "values": "what was written",
+    "backend": "decode implementation", "device": "where", "cold": "caches flushed before every step",
+    "seed": "of values, block tables and queries",
+}  # fmt: skip
+_AXIS_DTYPES = {
+    "block_size": "Int64", "batch": "Int64", "shared_prefix": "Int64", "tensor_parallel_size": "Int64",
+    "decode_context_parallel_size": "Int64", "enable_prefix_caching": "boolean", "cold": "boolean", "seed": "Int64",
+}  # fmt: skip
+_AXIS_UNITS = {"block_size": "tokens", "batch": "requests", "shared_prefix": "tokens", "context": "tokens"}
+
+#: the documented schema of a result table: its columns, in order
+COLUMNS: dict[str, Column] = {
+    "case_id": Column("string", "", "hash of the case's content"),
+    **{
+        axis: Column(_AXIS_DTYPES.get(axis, "string"), _AXIS_UNITS.get(axis, ""), _AXIS_MEANINGS[axis])
+        for axis in AXES
+    },
+    "status": Column("string", "", "ok, refused (an input that vLLM or this library refuses) or failed"),
+    "reason": Column("string", "", "why a case was refused or failed"),
+    "seconds": Column("Float64", "s", "wall time of the whole case"),
+    "run": Column("Int64", "", "which run of the folder's provenance made the row"),
+    # layout
+    "groups": Column("Int64", "", "KV cache groups"),
+    "layers": Column("Int64", "", "layers with a cache"),
+    "group_block_sizes": Column("string", "tokens", "block size of each group, in order"),
+    "group_kinds": Column("string", "", "kind of each group, in order"),
+    "bytes_per_block": Column("Int64", "bytes", "what one block id costs: pages of the widest group"),
+    "num_blocks": Column("Int64", "blocks", "blocks that the budget gives, null block included"),
+    "blocks_per_request": Column("Float64", "blocks", "blocks a request of this context holds, all groups together"),
+    "concurrency": Column("Float64", "requests", "requests of this context that fit at once"),
+    "intercept_bytes": Column("Float64", "bytes", "what a request costs whatever its length"),
+    "slope_bytes": Column("Float64", "bytes/token", "what a further token costs"),
+    "waste_padding_layers": Column("Float64", "share", "memory lost to groups narrower than the widest"),
+    "waste_padded_pages": Column("Float64", "share", "memory lost to pages padded to a common size"),
+    "waste_last_block": Column("Float64", "share", "memory lost to partly filled last blocks"),
+    "waste_tail": Column("Float64", "share", "memory left over after the last whole block"),
+    # coverage: from block ids, and for "audit" from bytes as well
+    "required_pages": Column("Int64", "pages", "(layer, block) pages that the next step reads", "coverage"),
+    "coverage": Column("Float64", "share", "required pages that were filled or zeroed on purpose", "coverage"),
+    "worst_group_coverage": Column("Float64", "share", "the same for the group that got least", "coverage"),
+    "stray_pages": Column("Int64", "pages", "pages written that no request owned", "coverage"),
+    "clobbered_pages": Column("Int64", "pages", "pages written that belonged to somebody else", "coverage"),
+    "wrong_pages": Column("Int64", "pages", "right page, wrong bytes", "audit"),
+    "zeroed_pages": Column("Int64", "pages", "zeroed on purpose (packed formats, ring buffers)", "audit"),
+    "verdict": Column("string", "", "coverage in one line", "coverage"),
+    "fill_seconds": Column("Float64", "s", "time the fill took", "audit"),
+    "fill_bytes": Column("Int64", "bytes", "bytes the fill wrote", "audit"),
+    # decode
+    "median_s": Column("Float64", "s", "median of one decode step, attention and state work only", "decode"),
+    "q1_s": Column("Float64", "s", "first quartile", "decode"),
+    "q3_s": Column("Float64", "s", "third quartile", "decode"),
+    "p10_s": Column("Float64", "s", "10th percentile", "decode"),
+    "p90_s": Column("Float64", "s", "90th percentile", "decode"),
+    "steps": Column("Int64", "", "steps measured", "decode"),
+    "bytes_moved": Column("Int64", "bytes", "bytes a step must read and write", "decode"),
+    "gb_per_s": Column("Float64", "GB/s", "bytes moved over the median", "decode"),
+    "limit_share": Column("Float64", "share", "of the bandwidth measured in the same process", "decode"),
+    "clock": Column("string", "", "how time was taken", "decode"),
+}
+
+DTYPES = {name: column.dtype for name, column in COLUMNS.items()}
+
+
+def schema():
+    """The columns of a result table as a DataFrame: name, dtype, unit, meaning, first measure that fills it."""
+    import pandas as pd
+
+    return pd.DataFrame([{"column": name} | asdict(column) for name, column in COLUMNS.items()])
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+def run(
+    grid: Mapping | Sequence[Mapping] | str | Path,
+    out: str | Path | None = None,
+    *,
+    retry_failed: bool = False,
+    progress: bool | None = None,
+):
+    """Every case of the grid as a DataFrame with the columns of ``COLUMNS``, in the grid's order.
+
+    ``grid``: axes (see ``Case``), several such grids, or the path of a TOML file. ``out``: a folder
+    for the rows and their provenance; cases that it already holds are not computed again, except
+    those that failed or were refused where ``retry_failed``. Without it nothing is stored. ``progress``: a bar with
+    the time left; by default where stderr is a terminal. ``.attrs["provenance"]`` of the result
+    lists the runs that its ``run`` column names.
+    """
+    wanted = cases(load_grid(grid) if isinstance(grid, str | Path) else grid)
+    by_id = {case.case_id(): case for case in wanted}
+    if out is None:
+        rows = {case_id: row | {"run": 0} for case_id, row in _rows(by_id, progress)}
+        return _table(rows, list(by_id), [{"run": 0} | _provenance(grid, wanted)])
+    with Journal(out) as journal:
+        missing = {
+            case_id: case
+            for case_id, case in by_id.items()
+            if case_id not in journal.rows or (retry_failed and journal.rows[case_id]["status"] != "ok")
+        }
+        if missing:
+            journal.begin_run(_provenance(grid, wanted))
+            for _, row in _rows(missing, progress, done=len(by_id) - len(missing)):
+                journal.append(row)
+        journal.compact(list(by_id), DTYPES)
+        return _table(journal.rows, list(by_id), journal.runs)
+
+
+def read(folder: str | Path):
+    """Every finished row of a result folder, while a sweep is writing there or after; see ``run``."""
+    rows, runs = read_folder(folder)
+    return _table(rows, list(rows), runs)
+
+
+def _table(rows: Mapping[str, dict], order: Iterable[str], runs: list[dict]):
+    frame = to_frame([rows[case_id] for case_id in order], DTYPES)
+    frame.attrs["provenance"] = runs
+    return frame
+
+
+def _provenance(grid, wanted: Sequence[Case]) -> dict:
+    from decodebench import timing
+
+    devices = {case.device for case in wanted if case.measure == "decode"}
+    settings = {"grid": Path(grid).name if isinstance(grid, str | Path) else grid, "cases": len(wanted)}
+    return timing.provenance(settings, device=devices.pop() if len(devices) == 1 else "cpu")
+
+
+def _rows(pending: Mapping[str, Case], progress: bool | None, done: int = 0):
+    """(case id, row) of each case as it is finished."""
+    from tqdm import tqdm
+
+    hidden = None if progress is None else not progress  # None: tqdm looks whether stderr is a terminal
+    with tqdm(total=done + len(pending), initial=done, unit="case", disable=hidden, leave=False) as bar:
+        for case_id, case in pending.items():
+            bar.set_postfix_str(f"{case.model} {case.grouping} {case.context}", refresh=False)
+            yield case_id, {"case_id": case_id} | asdict(case) | evaluate(case)
+            bar.update()
+
+
+def evaluate(case: Case) -> dict:
+    """The measured columns of one case; never raises for a bad case: that is a row with its reason."""
+    start = time.perf_counter()
+    measured: dict = {"status": "ok", "reason": None}
+    try:
+        for measure in MEASURES[: MEASURES.index(case.measure) + 1]:
+            STAGES[measure](case, measured)
+    except DecodebenchError as error:
+        measured |= {"status": "refused", "reason": _one_line(error)}
+    except Exception as error:  # out of memory, a backend's own error: the sweep goes on
+        measured |= {"status": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
+    return measured | {"seconds": time.perf_counter() - start}
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:500]
+
+
+# -- comparing -----------------------------------------------------------------------------------
+
+#: what two sweeps are compared by, where both have it
+METRICS = (
+    "median_s", "gb_per_s", "limit_share", "fill_seconds", "coverage", "worst_group_coverage", "num_blocks",
+    "blocks_per_request", "concurrency", "intercept_bytes", "slope_bytes",
+)  # fmt: skip
+
+
+def compare(a, b, *, across: Sequence[str] = (), partial: bool = False, metrics: Sequence[str] = METRICS):
+    """Two sweeps side by side: one row a case and metric, with the ratio b / a and its spread.
+
+    ``a``, ``b``: result folders or tables of ``run`` and ``read``. Cases are matched by every
+    setting except those in ``across``: ``across=("device",)`` compares a CPU's rows with a GPU's.
+    ``partial`` compares the cases that both have and leaves out the others. The spread of a latency ratio
+    goes from quartile to quartile; ``distinguishable`` says whether it leaves out 1.
+    Raises ``SweepError`` where settings differ, cases are missing, or latencies come from different
+    machines (allowed by ``across=("machine",)``), and names what differs.
+    """
+    import pandas as pd
+
+    a, b = (read(side) if isinstance(side, str | Path) else side for side in (a, b))
+    unknown = set(across) - set(AXES) - {"machine"}
+    if unknown:
+        raise SweepError(f"across: unknown setting {sorted(unknown)[0]!r}; known are machine, {', '.join(AXES)}")
+    keys = [axis for axis in AXES if axis not in across]
+    sides = [_by_key(side, keys, name) for side, name in ((a, "first"), (b, "second"))]
+    common = [key for key in sides[0] if key in sides[1]]
+    if not partial or not common:
+        _refuse_different(sides, keys)
+    if "machine" not in across:
+        _refuse_different_machines(a, b)
+    varying = [
+        i for i, axis in enumerate(keys) if axis == "model" or len({key[i] for key in common}) > 1
+    ]
+    rows = []
+    for key in common:
+        before, after = sides[0][key], sides[1][key]
+        for metric in metrics:
+            x, y = before.get(metric), after.get(metric)
+            if pd.isna(x) or pd.isna(y):
+                continue
+            low, high = _ratio_spread(before, after, metric)
+            rows.append(
+                {keys[i]: key[i] for i in varying}
+                | {"metric": metric, "unit": COLUMNS[metric].unit, "a": float(x), "b": float(y)}
+                | {"ratio": y / x if x else float("nan"), "ratio_low": low, "ratio_high": high}
+                | {"distinguishable": bool(x != y) and not low <= 1 <= high}
+            )
+    result = pd.DataFrame(rows)
+    result.attrs["provenance"] = [a.attrs.get("provenance", []), b.attrs.get("provenance", [])]
+    return result
+
+
+def _by_key(frame, keys: Sequence[str], name: str) -> dict[tuple, dict]:
+    found: dict[tuple, dict] = {}
+    for row in frame.astype(object).where(frame.notna(), None).to_dict("records"):
+        key = tuple(row[axis] for axis in keys)
+        if key in found:
+            raise SweepError(
+                f"the {name} sweep has several rows that differ only in what is compared across: keep one value "
+                f"of it in each sweep (two of them: {found[key]['case_id']} and {row['case_id']})"
+            )
+        found[key] = row
+    return found
+
+
+def _refuse_different(sides: Sequence[dict[tuple, dict]], keys: Sequence[str]) -> None:
+    if set(sides[0]) == set(sides[1]):
+        return
+    for i, axis in enumerate(keys):
+        first, second = ({key[i] for key in side} for side in sides)
+        if first != second:
+            raise SweepError(
+                f"the sweeps differ in {axis}: {_few(first - second)} only in the first, {_few(second - first)} only "
+                f"in the second. compare(…, across=({axis!r},)) compares them across it, partial=True only what both have"
+            )
+    raise SweepError(
+        f"{len(set(sides[0]) ^ set(sides[1]))} cases are in one sweep only; partial=True compares what both have"
+    )
+
+
+def _refuse_different_machines(a, b) -> None:
+    machines = []
+    for frame in (a, b):
+        used = set(frame.loc[frame["median_s"].notna(), "run"])
+        machines.append(
+            {(r.get("device"), r.get("cores")) for r in frame.attrs.get("provenance", []) if r.get("run") in used}
+        )
+    if all(machines) and machines[0] != machines[1]:
+        raise SweepError(
+            f"latencies of different machines: {_few(machines[0])} and {_few(machines[1])}. "
+            "compare(…, across=('machine',)) compares them all the same"
+        )
+
+
+def _few(values: set) -> str:
+    shown = sorted(map(str, values))
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "nothing"
+
+
+def _ratio_spread(before: dict, after: dict, metric: str) -> tuple[float, float]:
+    """Smallest and largest ratio that the quartiles of a latency allow; exact values have no spread."""
+    if metric in ("median_s", "gb_per_s", "limit_share") and before["q1_s"] and after["q1_s"]:
+        low, high = after["q1_s"] / before["q3_s"], after["q3_s"] / before["q1_s"]
+        if metric == "median_s":
+            return low, high
+        scale = (after[metric] / before[metric]) * (after["median_s"] / before["median_s"])
+        return scale / high, scale / low
+    ratio = after[metric] / before[metric] if before[metric] else float("nan")
+    return ratio, ratio
+
+
+# -- command -------------------------------------------------------------------------------------
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("grid", type=Path, help="TOML file: axes, each a value or a list; decodebench.sweep.Case lists them")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the rows; an unfinished sweep goes on there")
+    parser.add_argument("--retry-failed", action="store_true", help="compute failed and refused cases again")
+    parser.add_argument("--against", type=Path, help="a stored sweep to compare with afterwards")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def sweep_command(arguments: argparse.Namespace) -> int:
+    table = run(
+        arguments.grid, arguments.out, retry_failed=arguments.retry_failed, progress=False if arguments.quiet else None
+    )
+    counts = ", ".join(f"{n} {status}" for status, n in table["status"].value_counts().items())
+    print(f"{len(table)} cases ({counts}) in {arguments.out}")
+    for reason, n in table["reason"].dropna().value_counts().head(5).items():
+        print(f"  {n} × {reason}")
+    if arguments.against:
+        print(compare(arguments.against, table).to_string(index=False))
+    return 0
