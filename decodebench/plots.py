@@ -1,0 +1,167 @@
+"""Tables → charts. Every function takes a DataFrame and returns a ``Chart``: titled, with units and alt text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from decodebench.display import (
+    BLUE, EMPTY, FAINT, GREEN, INK, MARKERS, MUTED, ORANGE, PALETTE, PURPLE, SKY, VERMILLION, Chart, bytes_text,
+    chart, plain_number, styled,
+)  # fmt: skip
+
+#: state of a (layer, block) page → colour and what it means; drawn in this order
+PAGE_STATES = {
+    "null": (FAINT, "null block, never data"),
+    "free": (EMPTY, "free"),
+    "owned": (MUTED, "owned, not read by this step"),
+    "filled": (GREEN, "read and filled"),
+    "zeroed": (SKY, "read, zeroed on purpose"),
+    "wrong": (ORANGE, "read, wrong bytes"),
+    "uncovered": (VERMILLION, "read, never filled"),
+    "stray": (PURPLE, "written, nobody's"),
+    "clobbered": (INK, "written, somebody else's"),
+}
+
+
+# -- building blocks -------------------------------------------------------------------------------
+
+
+@styled
+def lines(
+    frame, x: str, y: str, series: str, *, name: str, title: str, subtitle: str = "", x_label: str = "",
+    y_label: str = "", log_x: bool = True, log_y: bool = False, percent: bool = False, spread: tuple[str, str] = (),
+    limit: tuple[float, str] | None = None, size=(8.2, 4.0),
+) -> Chart:  # fmt: skip
+    """One line a value of ``series``, labelled at its end; ``spread`` names columns of a band, ``limit`` draws a level."""
+    figure, axes = chart(name, title, subtitle=subtitle, size=size)
+    said = []
+    for i, (label, part) in enumerate(frame.groupby(series, sort=False, dropna=False)):
+        part = part.dropna(subset=[y]).sort_values(x)
+        if part.empty:
+            continue
+        xs, ys = part[x].astype(float).tolist(), part[y].astype(float).tolist()
+        colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
+        axes.plot(xs, ys, color=colour, marker=marker, label=str(label))
+        if spread:
+            axes.fill_between(xs, *(part[s].astype(float).tolist() for s in spread), color=colour, alpha=0.18, lw=0)
+        said.append(f"{label}: {_number(ys[0], percent)} at {plain_number(xs[0])} to {_number(ys[-1], percent)} at {plain_number(xs[-1])}")
+    if limit:
+        axes.axhline(limit[0], color=MUTED, linestyle="--", linewidth=1.2)
+        axes.annotate(
+            limit[1], (1, limit[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
+            ha="right", color=MUTED, fontsize=9,
+        )  # fmt: skip
+    _scales(axes, sorted(set(frame[x].astype(float))), log_x, log_y, percent)
+    axes.set_xlabel(x_label or x)
+    axes.set_ylabel(y_label or y)
+    axes.margins(y=0.08)
+    if len(said) > 1:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", title=series.replace("_", " "))
+    figure.alt = f"{title}. Line chart of {y_label or y} against {x_label or x}. " + "; ".join(said) + "."
+    return figure
+
+
+@styled
+def bars(
+    frame, category: str, values: Mapping[str, str], *, name: str, title: str, subtitle: str = "", x_label: str = "",
+    stacked: bool = False, percent: bool = False, log: bool = False, colours: Sequence[str] = PALETTE,
+    as_text=None, size: tuple[float, float] | None = None,
+) -> Chart:  # fmt: skip
+    """Horizontal bars, a row a ``category``; ``values``: column → label. Numbers stand at the bars' ends."""
+    as_text = as_text or (lambda v: _number(v, percent))
+    names = frame[category].astype(str).tolist()
+    thickness = 0.72 if stacked or len(values) == 1 else 0.84 / len(values)
+    height = 1.45 + len(names) * (0.36 if stacked else max(0.36, 0.24 * len(values)))
+    figure, axes = chart(name, title, subtitle=subtitle, size=size or (8.2, height))
+    left = [0.0] * len(names)
+    for i, (column, label) in enumerate(values.items()):
+        numbers = frame[column].astype("Float64").fillna(0).astype(float).tolist()
+        if stacked:
+            places = list(range(len(names)))
+            axes.barh(places, numbers, thickness, left=left, color=colours[i % len(colours)], label=label)
+            left = [a + b for a, b in zip(left, numbers)]
+        else:
+            shift = (i - (len(values) - 1) / 2) * thickness
+            places = [j + shift for j in range(len(names))]
+            drawn = axes.barh(places, numbers, thickness * 0.92, color=colours[i % len(colours)], label=label)
+            missing = frame[column].isna().tolist()
+            texts = ["" if m else as_text(v) for v, m in zip(numbers, missing)]
+            axes.bar_label(drawn, texts, padding=3, fontsize=8.5, color=INK)
+    if stacked:
+        for place, total in enumerate(left):
+            axes.annotate(as_text(total), (total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.12)
+    if log:
+        axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _number(v, percent)))
+    if percent:
+        axes.set_xlim(0, max(axes.get_xlim()[1], 0.01))
+    axes.set_xlabel(x_label)
+    if len(values) > 1:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(values)))
+    rows = (
+        f"{label} {', '.join(f'{text} {_number(v, percent)}' for v, text in zip(row, values.values()) if v == v)}"
+        for label, row in zip(names, frame[list(values)].astype("Float64").astype(float).itertuples(index=False))
+    )
+    figure.alt = f"{title}. Bar chart of {x_label}. " + "; ".join(rows) + "."
+    return figure
+
+
+def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) -> None:
+    if log_x:
+        axes.set_xscale("log", base=2)
+        step = max(1, len(xs) // 10)
+        axes.xaxis.set_major_locator(FixedLocator(xs[::step]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(round(v))))
+    if log_y:
+        axes.set_yscale("log")
+    elif not percent:
+        axes.set_ylim(bottom=0)
+    if percent:
+        axes.set_ylim(0, 1.04)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    elif log_y:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(v)))
+
+
+def _number(value: float, percent: bool = False) -> str:
+    if percent:
+        return f"{value:.0%}" if value in (0, 1) or value >= 0.1 else f"{value:.1%}"
+    return plain_number(value)
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def draw_pages(axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[str]:
+    """Cells of a grid by state: state → (row, column) pairs. One shape a state keeps the drawing light.
+
+    Returns the states drawn, for a legend.
+    """
+    drawn = []
+    for state in PAGE_STATES:
+        cells = states.get(state) or ()
+        if not cells:
+            continue
+        corners, codes = [], []
+        for row, column in cells:
+            left, right, low, high = column - 0.46, column + 0.46, row - 0.44, row + 0.44
+            corners += [(left, low), (right, low), (right, high), (left, high), (left, low)]
+            codes += [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
+        axes.add_patch(PathPatch(Outline(corners, codes), facecolor=PAGE_STATES[state][0], linewidth=0))
+        drawn.append(state)
+    return drawn
+
+
+def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
+    """The legend of a page map, with each state in words."""
+    handles = [Patch(facecolor=PAGE_STATES[s][0], label=PAGE_STATES[s][1]) for s in PAGE_STATES if s in states]
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, handleheight=1.0)
