@@ -13,7 +13,6 @@ import base64
 import copy
 import getpass
 import html
-import os
 import re
 import sys
 import time
@@ -76,6 +75,11 @@ def build(
     notebooks = {path: _read(path) for path in paths}
     if model is not None:
         notebooks = {p: nb for p, nb in notebooks.items() if {"model", "models"} & set(parameter_names(nb))}
+    # a config is named relative to where the kernel runs, so that no machine's folders reach the page
+    folder_of_model = None
+    if model is not None and Path(model).exists():
+        config = Path(model).resolve()
+        folder_of_model, model = config.parent.parent, f"{config.parent.name}/{config.name}"
     out = Path(out)
     try:
         for folder in ("figures", "tables"):
@@ -91,7 +95,7 @@ def build(
             given = _parameters(path, notebook, profile, model) | {
                 k: v for k, v in (parameters or {}).items() if k in parameter_names(notebook)
             }
-            pages.append(execute(path, given, notebook=notebook, on_cell=bar.update))
+            pages.append(execute(path, given, notebook=notebook, folder=folder_of_model, on_cell=bar.update))
     for i, page in enumerate(pages):
         near = [pages[j].file if 0 <= j < len(pages) else None for j in (i - 1, i + 1)]
         _write_page(page, out, *near, profile=profile)
@@ -99,8 +103,13 @@ def build(
     return pages
 
 
-def execute(path: Path, parameters: Mapping[str, object] | None = None, *, notebook=None, on_cell=None) -> Page:
-    """Run one notebook in a kernel of this very Python, with ``parameters`` in place of its own."""
+def execute(
+    path: Path, parameters: Mapping[str, object] | None = None, *, notebook=None, folder: Path | None = None, on_cell=None
+) -> Page:
+    """Run one notebook in a kernel of this very Python, with ``parameters`` in place of its own.
+
+    ``folder``: where the kernel runs, the notebook's own by default.
+    """
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec
     from nbclient import NotebookClient
@@ -115,7 +124,7 @@ def execute(path: Path, parameters: Mapping[str, object] | None = None, *, noteb
     )  # fmt: skip
     client = NotebookClient(
         notebook, km=manager, timeout=None, store_widget_state=False,
-        resources={"metadata": {"path": str(path.parent)}},
+        resources={"metadata": {"path": str(folder or path.parent)}},
         on_cell_executed=(lambda **_: on_cell()) if on_cell else None,
     )  # fmt: skip
     title, question = _heading(notebook)
@@ -178,9 +187,7 @@ def _parameters(path: Path, notebook, profile: str, model) -> dict:
     if unknown:
         raise ReportError(f"{PROFILES.name}: {path.stem} has no parameter {sorted(unknown)[0]!r}")
     if model is not None:
-        # a path is made relative to where the kernel runs, so that no machine's folders reach the page
-        value = os.path.relpath(model, path.parent) if Path(model).exists() else str(model)
-        given |= {"model": value} if "model" in parameter_names(notebook) else {"models": [value]}
+        given |= {"model": str(model)} if "model" in parameter_names(notebook) else {"models": [str(model)]}
     return given
 
 
@@ -236,7 +243,9 @@ def _write_page(page: Page, out: Path, previous: str | None, following: str | No
     for fact in _facts(page.notebook, "table"):
         _anonymous_write(out / "tables" / f"{page.stem}--{fact['name']}.csv", fact["data"]["text/csv"])
     loader = jinja2.FileSystemLoader(TEMPLATES)
-    exporter = HTMLExporter(template_name="base", template_file="notebook.html.j2", extra_loaders=[loader])
+    exporter = HTMLExporter(
+        template_name="base", template_file="notebook.html.j2", extra_loaders=[loader], exclude_anchor_links=True
+    )
     exporter.environment.globals |= {"render": lambda output: _render(output), "label": _label}
     resources = {
         "page": {
