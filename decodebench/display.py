@@ -179,7 +179,7 @@ def plain_number(value, column: str = "") -> str:
     if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, str):
         return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
     if column.startswith("waste_") or column.endswith(_SHARES):
-        return f"{float(value):.1%}" if float(value) != 1 else "100 %"
+        return share_text(float(value))
     if column.endswith(("_bytes", "bytes_per_block")) or column == "bytes":
         return bytes_text(float(value))
     if column.endswith("_s") or column.endswith("seconds"):
@@ -190,6 +190,13 @@ def plain_number(value, column: str = "") -> str:
     if number == int(number) and abs(number) < 1e15:
         return f"{int(number):,}"
     return f"{number:,.2f}" if abs(number) >= 10 else f"{number:.3g}"
+
+
+def share_text(share: float) -> str:
+    """A share in percent that says 100 % only where nothing is missing, and 0 % only where nothing is there."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    return f"{min(max(share, 0.001), 0.999):.1%}" if 0 < share < 1 else f"{share:.1%}"
 
 
 def bytes_text(count: float) -> str:

@@ -10,14 +10,14 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decodebench.display import (
     BLUE, EMPTY, FAINT, GREEN, INK, MARKERS, MUTED, ORANGE, PALETTE, PURPLE, SKY, VERMILLION, Chart, bytes_text,
-    chart, plain_number, styled,
+    chart, plain_number, share_text, styled,
 )  # fmt: skip
 
 #: state of a (layer, block) page → colour and what it means; drawn in this order
 PAGE_STATES = {
     "null": (FAINT, "null block, never data"),
     "free": (EMPTY, "free"),
-    "owned": (MUTED, "owned, not read by this step"),
+    "owned": ("#77828e", "owned, not read by this step"),
     "filled": (GREEN, "read and filled"),
     "zeroed": (SKY, "read, zeroed on purpose"),
     "wrong": (ORANGE, "read, wrong bytes"),
@@ -100,7 +100,7 @@ def bars(
     axes.margins(x=0.12)
     if log:
         axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _number(v, percent)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if percent else plain_number(v)))
     if percent:
         axes.set_xlim(0, max(axes.get_xlim()[1], 0.01))
     axes.set_xlabel(x_label)
@@ -133,9 +133,7 @@ def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) 
 
 
 def _number(value: float, percent: bool = False) -> str:
-    if percent:
-        return f"{value:.0%}" if value in (0, 1) or value >= 0.1 else f"{value:.1%}"
-    return plain_number(value)
+    return share_text(value) if percent else plain_number(value)
 
 
 # -- pages -----------------------------------------------------------------------------------------
