@@ -9,7 +9,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decodebench.display import (
-    BLUE, EMPTY, FAINT, GREEN, INK, MARKERS, MUTED, ORANGE, PALETTE, PURPLE, SKY, VERMILLION, Chart, bytes_text,
+    EMPTY, FAINT, GREEN, INK, MARKERS, MUTED, ORANGE, PALETTE, SKY, VERMILLION, Chart,
     chart, plain_number, share_text, styled,
 )  # fmt: skip
 
@@ -22,7 +22,7 @@ PAGE_STATES = {
     "zeroed": (SKY, "read, zeroed on purpose"),
     "wrong": (ORANGE, "read, wrong bytes"),
     "uncovered": (VERMILLION, "read, never filled"),
-    "stray": (PURPLE, "written, nobody's"),
+    "stray": ("#8b3fbf", "written, nobody's"),
     "clobbered": (INK, "written, somebody else's"),
 }
 
