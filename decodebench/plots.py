@@ -163,3 +163,54 @@ def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
     """The legend of a page map, with each state in words."""
     handles = [Patch(facecolor=PAGE_STATES[s][0], label=PAGE_STATES[s][1]) for s in PAGE_STATES if s in states]
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, handleheight=1.0)
+
+
+@styled
+def page_maps(
+    frames: Mapping[str, object], *, name: str, title: str, subtitle: str = "", num_blocks: int | None = None,
+    size: tuple[float, float] | None = None,
+) -> Chart:  # fmt: skip
+    """Layers by blocks, one panel a table, side by side: what decode reads and what was written there.
+
+    Each table has a row a page with the columns group, layer, block, state (a key of ``PAGE_STATES``).
+    Groups share one pool: a block id belongs to one group, so its pages in other groups' rows stay blank.
+    """
+    first = next(iter(frames.values()))
+    order = first.drop_duplicates("layer")[["group", "layer"]].sort_values("group", kind="stable")
+    row_of = {layer: row for row, layer in enumerate(order["layer"])}
+    edges = order.reset_index(drop=True).groupby("group").apply(lambda g: (g.index[0], g.index[-1]), include_groups=False)
+    num_blocks = num_blocks or int(max(frame["block"].max() for frame in frames.values())) + 1
+    height = min(7.5, 1.9 + 0.105 * max(len(row_of), 14))
+    figure, axes = chart(
+        name, title, columns=len(frames), subtitle=subtitle, size=size or (8.6, height), sharey=True, squeeze=False
+    )
+    drawn: set[str] = set()
+    said = []
+    for axis, (label, frame) in zip(axes[0], frames.items()):
+        cells: dict[str, list[tuple[int, int]]] = {}
+        for layer, block, state in zip(frame["layer"], frame["block"], frame["state"]):
+            cells.setdefault(state, []).append((row_of[layer], int(block)))
+        drawn |= set(draw_pages(axis, cells))
+        axis.set_title(label)
+        axis.set_xlim(-0.8, num_blocks - 0.2)
+        axis.set_ylim(len(row_of) - 0.4, -0.6)
+        axis.grid(visible=False)
+        for start, _ in edges.tolist()[1:]:
+            axis.axhline(start - 0.5, color=MUTED, linewidth=0.6)
+        axis.set_xlabel("block id in the pool")
+        counts = frame["state"].value_counts()
+        said.append(f"{label}: " + ", ".join(f"{counts[s]} pages {PAGE_STATES[s][1]}" for s in PAGE_STATES if s in counts))
+    axes[0][0].set_yticks([(a + b) / 2 for a, b in edges.tolist()], [_group_label(first, g) for g in edges.index])
+    for axis in axes[0]:
+        axis.tick_params(axis="y", length=0)
+    axes[0][0].set_ylabel("groups, a line a layer")
+    page_legend(figure, sorted(drawn), columns=3)
+    figure.alt = f"{title}. Map of {len(row_of)} layers by {num_blocks} blocks. " + "; ".join(said) + "."
+    return figure
+
+
+def _group_label(frame, group: int) -> str:
+    if "kind" not in frame:
+        return f"group {group}"
+    row = frame[frame["group"] == group].iloc[0]
+    return f"{group} · {str(row['kind']).replace('_', ' ')}"
