@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -71,6 +72,11 @@ class Span:
     part: PagePart
     view: torch.Tensor
 
+    @cached_property
+    def bits(self) -> torch.Tensor:
+        """The same view as integers of the same width."""
+        return self.view.view(BITS[self.view.itemsize])
+
 
 def strided(
     storage: torch.UntypedStorage, dtype: str, offset: int,
@@ -103,6 +109,7 @@ class Cache:
     places: Mapping[str, tuple[Place, ...]]
     page_places: Mapping[str, Place | None]
     logical: Mapping[str, torch.Tensor]
+    _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, layer: str) -> tuple[PagePart, ...]:
         """The layer's parts as they lie here (keys and values apart where an engine keeps them so)."""
@@ -151,6 +158,11 @@ class Cache:
 
     def spans(self, group: int) -> list[Span]:
         """All parts of all layers of a group, in as few strided views as their places allow."""
+        if group not in self._spans:
+            self._spans[group] = self._find_spans(group)
+        return self._spans[group]
+
+    def _find_spans(self, group: int) -> list[Span]:
         layers = self.layout.groups[group].layer_names
         first = self.layout.layer_index[layers[0]]
         spans = []
