@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
+from typing import TYPE_CHECKING
 
-from decodebench.grouping import KVCacheGroupSpec
-from decodebench.specs import DecodebenchError, KVCacheSpec
+from decodebench.grouping import KVCacheGroupSpec, auto, strategy
+from decodebench.models import CacheOptions, Model, load_model
+from decodebench.models.layers import Resolved
+from decodebench.specs import AttentionSpec, DecodebenchError, KVCacheSpec, MambaSpec, cdiv
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from decodebench.cache import Cache
+
+DEFAULT_MEMORY = "8GiB"
 
 
 class LayoutRefused(DecodebenchError):
@@ -38,7 +51,7 @@ class KVCacheConfig:
     """A layout: groups, number of blocks, and where each layer's pages lie.
 
     ``pool_num_blocks[p]`` counts the blocks of pool ``p``, its null block (id 0) included;
-    vLLM has a single pool. ``size`` is the allocation in bytes.
+    vLLM has a single pool. ``size`` is the allocation in bytes, ``budget`` what was to be used.
     """
 
     groups: tuple[KVCacheGroupSpec, ...]
@@ -53,6 +66,13 @@ class KVCacheConfig:
     decode_context_parallel_size: int = 1
     #: whether the engine zeroes the blocks it hands out (state layers, mixed precision)
     needs_kv_cache_zeroing: bool = False
+    budget: int = 0
+    #: the strategy that made the groups
+    grouping: str = "auto"
+    #: what it was planned from; None where it was made by hand
+    model: Model | None = None
+    options: CacheOptions | None = None
+    resolved: Resolved | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -93,3 +113,316 @@ class KVCacheConfig:
             for tensor in self.tensors
             for j, name in enumerate(tensor.layers)
         }
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.options.tensor_parallel_size if self.options else 1
+
+    def bytes_per_block(self, pool: int = 0) -> int:
+        """Bytes that one block id of a pool stands for: those of its widest group."""
+        return bytes_per_block([g for g in self.groups if g.pool == pool], self.memory_order)
+
+    def with_num_blocks(self, num_blocks: int | Sequence[int]) -> KVCacheConfig:
+        """The same layout with this many blocks (a number a pool, where several), strides recomputed.
+
+        For small caches of big models: no request of the maximum length has to fit.
+        """
+        pools = len(self.pool_num_blocks)
+        counts = (num_blocks,) * pools if isinstance(num_blocks, int) else tuple(num_blocks)
+        if len(counts) != pools or min(counts) < 2:
+            raise LayoutRefused(
+                f"{num_blocks} blocks for {pools} pool(s): every pool needs at least 2, the null block and one to use"
+            )
+        tensors, size = place(self.groups, counts, self.memory_order)
+        return replace(self, tensors=tensors, pool_num_blocks=counts, size=size, budget=size)
+
+    def allocate(self, device: str = "cpu", initial: str | None = "poison") -> Cache:
+        """This layout on a device; see ``cache.allocate``."""
+        from decodebench import cache
+
+        return cache.allocate(self, device, initial)
+
+
+# -- making one ------------------------------------------------------------------------------------
+
+
+def parse_memory(memory: int | str) -> int:
+    """Bytes from a number or a text such as ``8GiB``, ``40 GB``, ``512M``; raises ``LayoutRefused``."""
+    units = {"": 1, "b": 1, "k": 10, "kib": 10, "m": 20, "mib": 20, "g": 30, "gib": 30, "t": 40, "tib": 40}
+    decimal = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    if isinstance(memory, int) and not isinstance(memory, bool):
+        number, unit = float(memory), ""
+        exact = memory
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", str(memory))
+        unit = match[2].lower() if match else "?"
+        if match is None or unit not in units | decimal:
+            raise LayoutRefused(f"memory {memory!r}: bytes, or a number with a unit such as 8GiB, is expected")
+        number = float(match[1])
+        factor = decimal.get(unit) or (1 if units[unit] in (0, 1) else 2 ** units[unit])
+        exact = int(match[1]) * factor if match[1].isdigit() else int(number * factor)
+    if not 0 < exact < 2**60:
+        raise LayoutRefused(f"memory {memory!r}: a positive number of bytes is expected")
+    return exact
+
+
+def plan(
+    model: Model | str | Mapping,
+    memory: int | str = DEFAULT_MEMORY,
+    block_size: int | None = None,
+    grouping: str = "auto",
+    **options,
+) -> KVCacheConfig:
+    """The cache layout that vLLM 0.32 would make of this model and memory, or that of another grouping.
+
+    ``model``: a name, a path of a config.json, its fields, a ``Model``, or specs by hand
+    (layer → ``KVCacheSpec``, in registration order). ``grouping``: ``auto`` (vLLM's own choice)
+    or a strategy of ``grouping.STRATEGIES``. ``options``: see ``CacheOptions``.
+
+    Raises ``LayoutRefused`` where no request of the maximum length fits (with the length that
+    does), and other ``DecodebenchError`` where model or options are bad.
+    """
+    budget = parse_memory(memory)
+    return layout_for(prepare(model, block_size, grouping, **options), budget)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model grouped under some options: everything but the memory."""
+
+    groups: tuple[KVCacheGroupSpec, ...]
+    memory_order: str
+    grouping: str
+    options: CacheOptions
+    max_model_len: int
+    model: Model | None = None
+    resolved: Resolved | None = None
+
+    def blocks_per_request(self, max_model_len: int | None = None) -> list[int]:
+        """Blocks that each group reserves for a request of this length."""
+        o = self.options
+        length = self.max_model_len if max_model_len is None else max_model_len
+        return [
+            g.blocks_per_request(length, o.max_in_flight_tokens, o.decode_context_parallel_size) for g in self.groups
+        ]
+
+    @property
+    def pools(self) -> range:
+        return range(max(g.pool for g in self.groups) + 1)
+
+    def bytes_per_block(self, pool: int = 0) -> int:
+        return bytes_per_block([g for g in self.groups if g.pool == pool], self.memory_order)
+
+
+def prepare(
+    model: Model | str | Mapping, block_size: int | None = None, grouping: str = "auto", **options
+) -> Prepared:
+    """A model's layers as groups under these options; see ``plan``."""
+    opts = CacheOptions.of(options | {"block_size": block_size})
+    how = None if grouping == "auto" else strategy(grouping)
+    if _are_specs(model):
+        specs, known, resolved, length = dict(model), None, None, opts.max_model_len
+        if not isinstance(length, int):
+            raise LayoutRefused("specs by hand say nothing about lengths: give max_model_len as a number")
+        order = opts.memory_order or (how[0].memory_order if how else None) or "LBNHC"
+    else:
+        known = load_model(model)
+        resolved = known.resolve(opts, aligned=how is None or how[0].aligned)
+        specs = known.specs(resolved, opts)
+        length = resolved.max_model_len
+        order = opts.memory_order or (how[0].memory_order if how else None) or known.memory_order
+    if not specs:
+        raise LayoutRefused("no layer stores anything: there is no cache to plan")
+    if how is None:
+        groups = auto(specs, block_outermost=order.startswith("B"), hybrid_manager=opts.hybrid_kv_cache_manager)
+    else:
+        groups = how[1](specs)
+    check_memory_order(groups, order)
+    return Prepared(tuple(groups), order, grouping, opts, length, known, resolved)
+
+
+def _are_specs(model: object) -> bool:
+    return isinstance(model, Mapping) and bool(model) and all(isinstance(s, KVCacheSpec) for s in model.values())
+
+
+def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
+    """The layout of grouped layers in a budget of bytes; raises ``LayoutRefused`` as ``plan`` does."""
+    if len(prepared.pools) > 1:
+        counts = split_memory(prepared, budget)
+    else:
+        prepared = _fitted(prepared, budget)
+        counts = (budget // prepared.bytes_per_block(),)
+    return build(
+        prepared.groups, counts, memory_order=prepared.memory_order, max_model_len=prepared.max_model_len,
+        max_in_flight_tokens=prepared.options.max_in_flight_tokens,
+        decode_context_parallel_size=prepared.options.decode_context_parallel_size, budget=budget,
+        grouping=prepared.grouping, model=prepared.model, options=prepared.options, resolved=prepared.resolved,
+    )  # fmt: skip
+
+
+def _fitted(prepared: Prepared, budget: int) -> Prepared:
+    """With the length that fits, where it was to be found; raises where the length asked for does not fit."""
+    block = prepared.bytes_per_block()
+    if block == 0:
+        raise LayoutRefused("a block of these layers holds no bytes: give a larger block size")
+    usable = budget - block  # the null block is never anybody's
+
+    def needed(length: int) -> int:
+        return block * sum(prepared.blocks_per_request(length))
+
+    if usable <= 0:
+        raise LayoutRefused(
+            f"a memory of {_gib(budget)} holds no block beside the null block (a block takes {_gib(block)}): "
+            "give more memory"
+        )
+    length = prepared.max_model_len
+    if needed(length) <= usable:
+        return prepared
+    fits = longest_fitting(needed, usable, length)
+    if prepared.options.max_model_len == "auto" and fits:
+        return replace(prepared, max_model_len=fits)
+    advice = f"max_model_len = {fits} would fit" if fits else "not even one token fits"
+    raise LayoutRefused(
+        f"one request of {length} tokens needs {_gib(needed(length))} beside the null block, and "
+        f"{_gib(usable)} are there: {advice}; give more memory or a shorter max_model_len",
+        fits or None,
+    )
+
+
+def longest_fitting(needed: Callable[[int], int], usable: int, longest: int) -> int:
+    """The largest length up to ``longest`` whose bytes fit, 0 where none does."""
+    if needed(1) > usable:
+        return 0
+    low, high = 1, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if needed(middle) <= usable else (low, middle - 1)
+    return low
+
+
+def split_memory(prepared: Prepared, budget: int) -> tuple[int, ...]:
+    """Blocks of each pool, so that requests of the maximum length use all pools up at the same time.
+
+    Each pool's share of the memory is its share of what such a request takes.
+    """
+    blocks = prepared.blocks_per_request()
+    needs = [
+        prepared.bytes_per_block(pool) * sum(b for g, b in zip(prepared.groups, blocks) if g.pool == pool)
+        for pool in prepared.pools
+    ]
+    null = sum(prepared.bytes_per_block(pool) for pool in prepared.pools)
+    if sum(needs) + null > budget:
+        raise LayoutRefused(
+            f"one request of {prepared.max_model_len} tokens needs {_gib(sum(needs))} beside the null blocks of "
+            f"{len(needs)} pools, and {_gib(max(0, budget - null))} are there: give more memory or a shorter max_model_len"
+        )
+    return tuple(
+        1 + (budget - null) * need // sum(needs) // prepared.bytes_per_block(pool)
+        for pool, need in zip(prepared.pools, needs)
+    )
+
+
+def from_groups(
+    groups: Sequence[KVCacheGroupSpec], num_blocks: int | Sequence[int], memory_order: str = "LBNHC", **facts
+) -> KVCacheConfig:
+    """A layout from groups made by hand, with this many blocks (null block included), whatever fits.
+
+    ``facts``: further fields of ``KVCacheConfig`` (``max_model_len``, ``max_in_flight_tokens`` …).
+    """
+    counts = (num_blocks,) if isinstance(num_blocks, int) else tuple(num_blocks)
+    if len(counts) == 1:
+        counts *= max(g.pool for g in groups) + 1
+    if min(counts) < 1:
+        raise LayoutRefused(f"{num_blocks} blocks: there is at least the null block")
+    check_memory_order(groups, memory_order)
+    return build(groups, counts, memory_order=memory_order, **facts)
+
+
+def build(
+    groups: Sequence[KVCacheGroupSpec], counts: tuple[int, ...], memory_order: str, budget: int = 0, **facts
+) -> KVCacheConfig:
+    tensors, size = place(groups, counts, memory_order)
+    return KVCacheConfig(
+        tuple(groups), tensors, counts, size, memory_order=memory_order, budget=budget or size,
+        needs_kv_cache_zeroing=needs_zeroing(groups), **facts,
+    )  # fmt: skip
+
+
+def needs_zeroing(groups: Sequence[KVCacheGroupSpec]) -> bool:
+    """Whether new blocks must be zeroed: states are read before they are written, and a block that
+    changes between precisions would be read as nonsense."""
+    specs = {spec for group in groups for spec in group.layer_specs}
+    precisions = {(spec.dtype, spec.packed) for spec in specs if isinstance(spec, AttentionSpec)}
+    return len(precisions) > 1 or any(isinstance(spec, MambaSpec) for spec in specs)
+
+
+# -- where pages lie -------------------------------------------------------------------------------
+
+
+def block_stride(spec: KVCacheSpec) -> int:
+    """Bytes between two blocks of a layer in layer-outermost memory."""
+    alignment = spec.stride_alignment_bytes
+    return cdiv(spec.page_size_bytes, alignment) * alignment
+
+
+def bytes_per_block(groups: Sequence[KVCacheGroupSpec], memory_order: str) -> int:
+    """Bytes that one block id stands for: the pages of the widest group, strides aligned."""
+    if not memory_order.startswith("B"):
+        return max(sum(block_stride(spec) for spec in _placed_specs(group)) for group in groups)
+    widest = max(group.bytes_per_block for group in groups)
+    alignment = lcm(*(spec.stride_alignment_bytes for group in groups for spec in _placed_specs(group)))
+    return cdiv(widest, alignment) * alignment
+
+
+def _placed_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    return [spec for spec, names in group.layers_by_spec() for _ in names]
+
+
+def place(
+    groups: Sequence[KVCacheGroupSpec], counts: Sequence[int], memory_order: str
+) -> tuple[tuple[KVCacheTensor, ...], int]:
+    """Tensors of all groups and the bytes they take together; pools lie one behind the other."""
+    tensors, start = [], 0
+    for pool, num_blocks in enumerate(counts):
+        members = [group for group in groups if group.pool == pool]
+        block = bytes_per_block(members, memory_order)
+        for group in members:
+            offset = start
+            for spec, names in group.layers_by_spec():
+                if memory_order.startswith("B"):
+                    layer, stride, used = spec.page_size_bytes, block, len(names) * spec.page_size_bytes
+                else:
+                    stride = block_stride(spec)
+                    layer = stride * num_blocks
+                    used = len(names) * layer
+                tensors.append(KVCacheTensor(names, offset, layer, stride, block * num_blocks))
+                offset += used
+        start += block * num_blocks
+    return tuple(tensors), start
+
+
+def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str) -> None:
+    """Raises ``LayoutRefused`` where this order of dimensions cannot hold pages of these sizes."""
+    for pool in {group.pool for group in groups}:
+        members = [group for group in groups if group.pool == pool]
+        pages = {spec.page_size_bytes for group in members for spec in group.layer_specs}
+        padded = any(s.page_size_padded is not None or s.stride_alignment_bytes > 1 for g in members for s in g.layer_specs)
+        compact = set(memory_order[:2]) == {"L", "B"}
+        if not compact and (padded or len(pages) > 1):
+            raise LayoutRefused(
+                f"memory order {memory_order}: a page is not one run of bytes there, so pages can be neither padded "
+                f"nor of different sizes ({_sizes(pages)}): use LBNHC or BLHNC"
+            )
+        if len(pages) > 1 and len(members) > 1 and memory_order.startswith("L"):
+            raise LayoutRefused(
+                f"memory order {memory_order}: pages of different sizes ({_sizes(pages)}) in several groups need "
+                "block-outermost memory: use BLHNC"
+            )
+
+
+def _sizes(pages: set[int]) -> str:
+    return ", ".join(map(str, sorted(pages))) + " bytes"
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**27 else f"{number:,} bytes"

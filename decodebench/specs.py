@@ -9,8 +9,9 @@ No torch here: dtypes are torch's names as strings, so that planning a layout st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, lcm, prod
 from typing import ClassVar
 
 DTYPE_BYTES = {
@@ -76,6 +77,9 @@ class KVCacheSpec:
     dcp_sharded: bool = False
     #: bytes that the stride between two blocks must be a multiple of (some MLA kernels ask for it)
     block_stride_alignment: int = 1
+    #: kernel blocks of up to this many tokens must lie whole inside the stride between two blocks
+    #: (kernels with a fixed block size; matters only where a block holds several kernel blocks)
+    kernel_block_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -102,6 +106,29 @@ class KVCacheSpec:
 
     def with_block_size(self, block_size: int) -> KVCacheSpec:
         return replace(self, block_size=block_size)
+
+    @property
+    def stride_alignment_bytes(self) -> int:
+        """Bytes that the distance between two blocks must be a multiple of; 1 where nothing asks."""
+        if self.kernel_block_tokens is None:
+            return self.block_stride_alignment
+        tokens = gcd(self.kernel_block_tokens, self.block_size)
+        if tokens == self.block_size:
+            return self.block_stride_alignment
+        kernel_page = self.with_block_size(tokens).page_size_bytes
+        return lcm(self.block_stride_alignment, kernel_page)
+
+    def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+        """One spec that governs this layer and the others in a common group; None where none can."""
+        return self if all(other == self for other in others) else None
+
+    def same_token_slots(self, other: KVCacheSpec) -> bool:
+        """Whether both layers need the same blocks of a request, whatever their pages (one group of mixed pages)."""
+        base = _slot_family(self)
+        return isinstance(other, base) and self._same_slots(other)
+
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return True
 
     def padded_to(self, page_size: int) -> KVCacheSpec:
         """The same layer with its page padded to ``page_size`` bytes."""
@@ -206,6 +233,22 @@ class FullAttentionSpec(AttentionSpec):
             first = (num_tokens - 1) // c * c // tokens_per_block
         return range(first, cdiv(num_tokens - 1, tokens_per_block))
 
+    def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+        """Layers that differ only in one window (or chunk) value share a group; two windows do not."""
+        specs = (self, *others)
+        if any(type(spec) is not FullAttentionSpec for spec in specs):
+            return None
+        windows = {spec.sliding_window for spec in specs} - {None}
+        chunks = {spec.attention_chunk_size for spec in specs} - {None}
+        if len(windows) + len(chunks) > 1:
+            return None
+        merged = replace(
+            self, sliding_window=next(iter(windows), None), attention_chunk_size=next(iter(chunks), None)
+        )
+        same = (replace(merged, sliding_window=s.sliding_window, attention_chunk_size=s.attention_chunk_size) == s
+                for s in specs)  # fmt: skip
+        return merged if all(same) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
@@ -213,7 +256,19 @@ class MLAAttentionSpec(FullAttentionSpec):
 
     kind: ClassVar[str] = "mla_attention"
     head_size_v: int = 0
+    #: SPARSE (the latent vectors) or INDEXER (the keys that choose which of them are read)
     cache_role: str = "SPARSE"
+    #: bytes that the page is rounded up to a multiple of
+    alignment: int | None = None
+    #: whether this layer runs an indexer whose choice later layers share
+    is_index_group_leader: bool = False
+
+    def __post_init__(self) -> None:
+        _round_page_up(self)
+        super().__post_init__()
+
+    def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+        return KVCacheSpec.merged_with(self, others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +282,9 @@ class SlidingWindowSpec(AttentionSpec):
         if self.sliding_window < 1:
             raise SpecError(f"sliding window of {self.sliding_window} tokens: must be positive")
         super().__post_init__()
+
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return other.sliding_window == self.sliding_window
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return max(0, num_computed - self.sliding_window + 1)
@@ -242,6 +300,12 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
 
     kind: ClassVar[str] = "sliding_window_mla"
     head_size_v: int = 0
+    #: bytes that the page is rounded up to a multiple of
+    alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        _round_page_up(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +319,9 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         if self.attention_chunk_size < 1:
             raise SpecError(f"attention chunk of {self.attention_chunk_size} tokens: must be positive")
         super().__post_init__()
+
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return other.attention_chunk_size == self.attention_chunk_size
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return num_computed // self.attention_chunk_size * self.attention_chunk_size
@@ -342,6 +409,13 @@ class MambaSpec(KVCacheSpec):
             offset += parts[-1].nbytes
         return tuple(parts)
 
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return (
+            other.num_speculative_blocks == self.num_speculative_blocks
+            and other.num_prefill_checkpoint_blocks == self.num_prefill_checkpoint_blocks
+            and other.page_size_bytes == self.page_size_bytes
+        )
+
     def num_skipped_tokens(self, num_computed: int) -> int:
         return max(0, num_computed - 1)
 
@@ -349,3 +423,21 @@ class MambaSpec(KVCacheSpec):
         if self.mamba_cache_mode == "align":
             return 2 + self.num_speculative_blocks + self.num_prefill_checkpoint_blocks
         return 1 + self.num_speculative_blocks
+
+
+def _round_page_up(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> None:
+    """Pad the page to the spec's own alignment (DeepSeek-V4: 576 bytes)."""
+    if spec.alignment is not None:
+        content = spec.unpadded_page_size_bytes
+        padded = cdiv(content, spec.alignment) * spec.alignment
+        if padded != content:
+            object.__setattr__(spec, "page_size_padded", padded)
+
+
+def _slot_family(spec: KVCacheSpec) -> type[KVCacheSpec]:
+    """The kind that all layers of a group of mixed pages must be of."""
+    families = (
+        FullAttentionSpec, CircularBufferSpec, SlidingWindowMLASpec, SlidingWindowSpec,
+        ChunkedLocalAttentionSpec, CrossAttentionSpec, MambaSpec,
+    )  # fmt: skip
+    return next((family for family in families if isinstance(spec, family)), type(spec))

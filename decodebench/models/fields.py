@@ -1,0 +1,152 @@
+"""A config.json as data: typed access to its fields, with errors that name file, field and value."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from decodebench.specs import DecodebenchError
+
+#: no model has more: such a number is a typing error, and would take hours to plan
+MAX_LAYERS = 10_000
+MAX_COUNT = 2**31
+MAX_FILE_BYTES = 64 * 2**20
+
+
+class ConfigError(DecodebenchError):
+    """A config.json that does not describe a cache: says which file, field and value, and what to do."""
+
+
+class Fields:
+    """The fields of one config, with the defaults of its family behind them.
+
+    A field that is absent or null takes the family's default, then the caller's. ``used`` collects
+    the names that were asked for: they are the ones that shape the cache.
+    """
+
+    def __init__(self, values: Mapping, source: str, defaults: Mapping | None = None) -> None:
+        self.values = values
+        self.source = source
+        self.defaults = defaults or {}
+        self.used: set[str] = set()
+
+    def with_defaults(self, defaults: Mapping) -> Fields:
+        fields = Fields(self.values, self.source, defaults)
+        fields.used = self.used
+        return fields
+
+    def get(self, *names: str, default=None):
+        """The first of these fields that is there, as it is; ``default`` where none is."""
+        self.used.update(names)
+        for values in (self.values, self.defaults):
+            for name in names:
+                if values.get(name) is not None:
+                    return values[name]
+        return default
+
+    def has(self, *names: str) -> bool:
+        return self.get(*names) is not None
+
+    def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_COUNT) -> int:
+        """An integer field; raises ``ConfigError`` where it is missing, no integer or out of range."""
+        value = self.get(*names, default=default)
+        if value is None:
+            raise self.missing(*names)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(names, value, "an integer is expected")
+        if value < least:
+            raise self.wrong(names, value, "it must be positive" if least == 1 else f"at least {least} is expected")
+        if value > most:
+            raise self.wrong(names, value, f"at most {most} is sensible")
+        return value
+
+    def layer_count(self, *names: str) -> int:
+        return self.integer(*(names or ("num_hidden_layers",)), most=MAX_LAYERS)
+
+    def optional(self, *names: str, least: int = 1) -> int | None:
+        """An integer field, or None where it is absent or null."""
+        return self.integer(*names, least=least) if self.has(*names) else None
+
+    def listing(self, *names: str, length: int | None = None, choices: Mapping | set | None = None) -> list | None:
+        """A list field, or None; every entry must be one of ``choices``, and there must be ``length``."""
+        value = self.get(*names)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)):
+            raise self.wrong(names, value, "a list is expected")
+        if len(value) > MAX_LAYERS:
+            raise self.wrong(names, f"a list of {len(value)}", f"at most {MAX_LAYERS} layers are sensible")
+        if length is not None and len(value) < length:
+            raise self.wrong(names, f"a list of {len(value)}", f"there are {length} layers")
+        for entry in value if choices is not None else ():
+            if entry not in choices:
+                raise self.wrong(names, entry, f"known are {', '.join(map(str, choices))}")
+        return list(value) if length is None else list(value[:length])
+
+    def missing(self, *names: str) -> ConfigError:
+        wanted = " or ".join(map(repr, names))
+        return ConfigError(
+            f"{self.source}: no field {wanted}: add it, or pass the layers' specs by hand, "
+            "plan({'layer name': FullAttentionSpec(...), ...}, memory=...)"
+        )
+
+    def wrong(self, names: tuple[str, ...], value, why: str) -> ConfigError:
+        name = next((n for n in names if self.values.get(n) is not None), names[0])
+        shown = repr(value)
+        return ConfigError(f"{self.source}: {name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {why}")
+
+
+def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
+    """The parsed config and what to call it: a name in ``data``, a path, a folder with a config.json, or ``-``.
+
+    Raises ``ConfigError`` where there is no such file, or it is not a JSON object.
+    """
+    text = str(name_or_path)
+    if text == "-":
+        return parse(sys.stdin.read(), "standard input"), "standard input"
+    if "/" not in text and "\\" not in text and not text.startswith("."):
+        known = data / text / "config.json"
+        if known.is_file():
+            return parse(known.read_text(), str(known)), text
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{text}: a directory without a config.json: name the file itself")
+        path = path / "config.json"
+    if not path.is_file():
+        raise ConfigError(_unknown(text, data))
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{text}: {path.stat().st_size} bytes are too many for a config.json")
+        content = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{text}: cannot be read as text ({type(error).__name__}): is it a config.json?") from None
+    return parse(content, text), text
+
+
+def parse(content: str, source: str) -> dict:
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not JSON ({error}): a model's config.json is expected") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{source}: JSON, but {type(config).__name__} instead of an object with fields")
+    return config
+
+
+def _unknown(text: str, data: Path) -> str:
+    if not data.is_dir():
+        return (
+            f"{text}: no such file, and the folder of known models {data} is missing: "
+            "install from a clone (pip install -e .), or give the path of a config.json"
+        )
+    import difflib
+
+    names = sorted(p.parent.name for p in data.glob("*/config.json"))
+    near = difflib.get_close_matches(text, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{text}: neither a file nor a known model{hint} Known are {', '.join(names)}"

@@ -1,0 +1,300 @@
+"""A model's layers as facts, and the spec each of them has under an engine's options.
+
+Sizes are the whole model's; ``spec`` divides them by the tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from decodebench.models.options import OptionError
+from decodebench.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    cdiv,
+)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Options and config put together: what the layers' specs are made with."""
+
+    dtype: str
+    kv_cache_dtype: str
+    #: dtype of the values in attention pages
+    value_dtype: str
+    conv_dtype: str
+    ssm_dtype: str
+    block_size: int
+    kernel_block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    tensor_parallel_size: int = 1
+    mamba_cache_mode: str = "none"
+    mamba_block_size: int | None = None
+    mamba_page_size_padded: int | None = None
+    num_speculative_tokens: int = 0
+    #: content of a state page in bytes, where states were aligned to attention
+    mamba_page_size: int | None = None
+    #: the attention block grew beyond what was asked for
+    block_size_grew: bool = False
+
+
+def split(number: int, parts: int, what: str) -> int:
+    """number / parts; raises ``OptionError`` where it does not divide."""
+    if number % parts:
+        raise OptionError(f"tensor_parallel_size = {parts} does not divide {what} ({number})")
+    return number // parts
+
+
+def kv_heads_per_rank(num_kv_heads: int, tp: int, layer: str) -> int:
+    """KV heads of one rank: divided, or replicated where there are fewer heads than ranks."""
+    if max(num_kv_heads, tp) % min(num_kv_heads, tp):
+        raise OptionError(f"layer {layer}: {num_kv_heads} KV heads can be neither divided between nor "
+                          f"repeated on tensor_parallel_size = {tp} ranks")  # fmt: skip
+    return max(1, num_kv_heads // tp)
+
+
+def packed_heads(r: Resolved, kv_heads: int, head_size: int, head_size_v: int) -> dict:
+    """Spec fields of the KV cache dtypes that pack values with their scales, per head and token."""
+    if r.kv_cache_dtype == "nvfp4":
+        # fp4 pairs and one fp8 scale for 16 values, keys and values in slots of their own
+        content = (head_size // 2 + head_size // 16) + (head_size_v // 2 + head_size_v // 16)
+        return {"packed": "nvfp4", "state_content_bytes": content}
+    if r.kv_cache_dtype.endswith("_per_token_head"):
+        shrink = 2 if r.kv_cache_dtype.startswith("int4") else 1
+        content = head_size // shrink + head_size_v // shrink + 2 * 4  # a float32 scale for keys and for values
+        return {"packed": r.kv_cache_dtype, "state_content_bytes": content}
+    if r.kv_cache_dtype.endswith("_ds_mla"):
+        raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r}: only latent attention (MLA) packs its cache so")
+    return {}
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """Keys and values per head. ``kind``: ``full``, ``cross`` or, by its fields, a window or chunk."""
+
+    mixer: ClassVar[str] = "attention"
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int | None = None
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    cross: bool = False
+
+    def query_heads(self, tp: int = 1) -> int:
+        return split(self.num_heads, tp, "the query heads")
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        self.query_heads(r.tensor_parallel_size)
+        kv_heads = kv_heads_per_rank(self.num_kv_heads, r.tensor_parallel_size, self.name)
+        head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
+        common = {
+            "block_size": r.block_size, "num_kv_heads": kv_heads, "head_size": self.head_size,
+            "dtype": r.value_dtype, **packed_heads(r, kv_heads, self.head_size, head_size_v),
+        }  # fmt: skip
+        if self.cross:
+            return CrossAttentionSpec(**common, max_encoder_tokens=r.max_num_batched_tokens)
+        if self.attention_chunk_size is not None:
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.attention_chunk_size)
+        if self.sliding_window is not None:
+            # windows take the largest multiple of the kernel's block that fits into the block
+            kernel = r.kernel_block_size
+            common["block_size"] = max(kernel, r.block_size // kernel * kernel)
+            return SlidingWindowSpec(**common, head_size_v=head_size_v, sliding_window=self.sliding_window)
+        return FullAttentionSpec(**common, head_size_v=head_size_v)
+
+
+#: bytes a token and layer take where nope, rope and scales are packed into one blob
+PACKED_LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """Multi-head latent attention: one vector of ``kv_lora_rank + rope`` a token, on every rank."""
+
+    mixer: ClassVar[str] = "mla"
+    name: str
+    num_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    #: reads only the tokens that an indexer chooses
+    sparse: bool = False
+    #: has an indexer of its own
+    indexer: bool = False
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def query_heads(self, tp: int = 1) -> int:
+        return split(self.num_heads, tp, "the query heads")
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        self.query_heads(r.tensor_parallel_size)
+        packed = PACKED_LATENT_BYTES.get(r.kv_cache_dtype)
+        if packed is None and packed_heads(r, 1, self.head_size, 0):
+            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): "
+                              "use auto, fp8 or fp8_ds_mla")  # fmt: skip
+        spec = MLAAttentionSpec(
+            block_size=r.block_size, num_kv_heads=1, head_size=self.head_size, dtype=r.value_dtype,
+            packed=r.kv_cache_dtype if packed else None, state_content_bytes=packed,
+            is_index_group_leader=self.indexer, kernel_block_tokens=None if self.sparse else r.kernel_block_size,
+        )  # fmt: skip
+        if not self.sparse:
+            return spec
+        # sparse kernels read flat rows: blocks must be whole rows apart, whole 64-token pages where quantized
+        if r.kv_cache_dtype in ("auto", "bfloat16", "float16"):
+            return replace(spec, block_stride_alignment=spec.entry_bytes)
+        return replace(spec, kernel_block_tokens=64)
+
+
+@dataclass(frozen=True)
+class IndexerLayer:
+    """The fp8 keys, with a float32 scale for every 128 values, by which sparse attention chooses tokens."""
+
+    mixer: ClassVar[str] = "indexer"
+    name: str
+    num_heads: int
+    head_dim: int
+
+    def query_heads(self, tp: int = 1) -> int:
+        return self.num_heads
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        content = self.head_dim + cdiv(self.head_dim, 128) * 4
+        return MLAAttentionSpec(
+            block_size=r.block_size, num_kv_heads=1, head_size=content, dtype="uint8", packed="fp8_indexer",
+            state_content_bytes=content, cache_role="INDEXER", kernel_block_tokens=64,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """A recurrent state. ``mixer``: mamba1, mamba2, gdn, kda, short_conv or linear.
+
+    What the numbers mean: ``channels`` of the convolution's input that are the layer's inner size
+    (mamba1, mamba2, short_conv); heads of ``head_dim`` values with ``state_size`` numbers for each
+    (mamba2: the state size; gdn and kda: the key size); ``num_groups`` share B and C (mamba2);
+    ``num_key_heads`` (gdn, kda). ``conv_width`` is the convolution's kernel size.
+    """
+
+    name: str
+    mixer: str
+    conv_width: int = 0
+    channels: int = 0
+    num_heads: int = 0
+    head_dim: int = 0
+    state_size: int = 0
+    num_groups: int = 0
+    num_key_heads: int = 0
+
+    def query_heads(self, tp: int = 1) -> int:
+        return split(self.num_heads, tp, "the state's heads")
+
+    def per_rank(self, tp: int) -> StateLayer:
+        """The same facts for one of ``tp`` ranks."""
+        groups = groups_for_shards(self.num_groups, tp) if self.mixer == "mamba2" else self.num_groups
+        return replace(
+            self,
+            channels=split(self.channels, tp, f"{self.name}'s channels"),
+            num_heads=split(self.num_heads, tp, f"{self.name}'s state heads"),
+            num_groups=groups // tp,
+            num_key_heads=split(self.num_key_heads, tp, f"{self.name}'s key heads"),
+        )
+
+    def shapes(self, tp: int, num_speculative_tokens: int = 0) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the state's tensors on one rank: convolution ``(tokens, channels)``, then the recurrent one."""
+        return STATE_SHAPES[self.mixer](self, tp, num_speculative_tokens)
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        shapes = self.shapes(r.tensor_parallel_size, r.num_speculative_tokens)
+        ssm = "float32" if self.mixer == "kda" and r.ssm_dtype == "auto" else r.ssm_dtype
+        ssm = r.conv_dtype if ssm == "auto" else ssm
+        if self.mixer == "kda" and ssm == "float16":
+            raise OptionError("mamba_ssm_cache_dtype = 'float16': Kimi delta attention keeps float32 or bfloat16")
+        return MambaSpec(
+            block_size=r.mamba_block_size or r.block_size,
+            shapes=shapes,
+            dtypes=(r.conv_dtype, ssm)[: len(shapes)],
+            page_size_padded=r.mamba_page_size_padded,
+            mamba_type=MAMBA_TYPES[self.mixer],
+            mamba_cache_mode=r.mamba_cache_mode,
+            num_speculative_blocks=r.num_speculative_tokens,
+            # Mamba-2 kernels export the state at the last boundary of a prefill as well
+            num_prefill_checkpoint_blocks=1 if self.mixer == "mamba2" else 0,
+        )
+
+
+def groups_for_shards(groups: int, tp: int) -> int:
+    """Groups after adding those that every rank needs beside its heads."""
+    return groups if groups % tp == 0 else tp
+
+
+def _mamba1(layer: StateLayer, tp: int, spec_tokens: int):
+    channels = split(layer.channels, tp, f"{layer.name}'s channels")
+    return (layer.conv_width - 1, channels), (channels, layer.state_size)
+
+
+def _mamba2(layer: StateLayer, tp: int, spec_tokens: int):
+    conv = layer.channels + 2 * groups_for_shards(layer.num_groups, tp) * layer.state_size
+    heads = split(layer.num_heads, tp, f"{layer.name}'s state heads")
+    channels = split(conv, tp, f"{layer.name}'s convolution channels")
+    return (layer.conv_width - 1 + spec_tokens, channels), (heads, layer.head_dim, layer.state_size)
+
+
+def _delta(layer: StateLayer, tp: int, spec_tokens: int):
+    conv = 2 * layer.num_key_heads * layer.state_size + layer.num_heads * layer.head_dim
+    heads = split(layer.num_heads, tp, f"{layer.name}'s state heads")
+    channels = split(conv, tp, f"{layer.name}'s convolution channels")
+    return (layer.conv_width - 1 + spec_tokens, channels), (heads, layer.head_dim, layer.state_size)
+
+
+def _short_conv(layer: StateLayer, tp: int, spec_tokens: int):
+    return ((layer.conv_width - 1, split(layer.channels, tp, f"{layer.name}'s channels")),)
+
+
+def _linear(layer: StateLayer, tp: int, spec_tokens: int):
+    return ((split(layer.num_heads, tp, f"{layer.name}'s state heads"), layer.head_dim, layer.state_size),)
+
+
+#: mixer → its state's shapes; a new kind of state is a line here and one below
+STATE_SHAPES = {
+    "mamba1": _mamba1, "mamba2": _mamba2, "gdn": _delta, "kda": _delta, "short_conv": _short_conv, "linear": _linear,
+}  # fmt: skip
+MAMBA_TYPES = {
+    "mamba1": "MAMBA1", "mamba2": "MAMBA2", "gdn": "GDN_ATTN", "kda": "GDN_ATTN", "short_conv": "SHORT_CONV",
+    "linear": "LINEAR",
+}  # fmt: skip
+
+Layer = AttentionLayer | LatentLayer | IndexerLayer | StateLayer
+
+
+@dataclass(frozen=True)
+class FixedLayer:
+    """A layer whose spec needs more than the facts above: a function of what was resolved."""
+
+    mixer: ClassVar[str] = "packed"
+    name: str
+    num_heads: int
+    make_spec: object
+
+    def query_heads(self, tp: int = 1) -> int:
+        return split(self.num_heads, tp, "the query heads")
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        return self.make_spec(r)
+
+
+def sliding_latent(r: Resolved, **fields) -> SlidingWindowMLASpec:
+    """A window over latent vectors or compressor states, one head."""
+    return SlidingWindowMLASpec(num_kv_heads=1, **fields)

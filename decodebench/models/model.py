@@ -1,0 +1,260 @@
+"""A model as its layers, and what an engine's options make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from decodebench.models.fields import ConfigError, Fields
+from decodebench.models.layers import AttentionLayer, LatentLayer, Layer, Resolved, StateLayer
+from decodebench.models.options import KV_CACHE_DTYPES, CacheOptions, OptionError
+from decodebench.specs import AttentionSpec, KVCacheSpec, cdiv
+
+#: tokens a block where neither the user nor the kernels ask for another number
+DEFAULT_BLOCK_SIZE = 16
+#: length assumed where a config gives none
+DEFAULT_MAX_MODEL_LEN = 2048
+#: latent attention beside states: decode kernels want blocks of whole 128 tokens
+LATENT_GRAIN = 128
+
+
+@dataclass(frozen=True)
+class Model:
+    """The layers of a model that store something, in the order in which an engine registers them.
+
+    ``generic``: read by field names alone, because no reader knows its ``model_type``.
+    ``shared_layers``: layers without a cache of their own → the layer whose cache they read.
+    """
+
+    name: str
+    model_type: str
+    source: str
+    dtype: str
+    #: longest request that the config allows
+    max_model_len: int
+    layers: tuple[Layer, ...]
+    shared_layers: Mapping[str, str] = field(default_factory=dict)
+    generic: bool = False
+    #: length where the user asks for none, if it is not ``max_model_len`` (LongRoPE)
+    default_model_len: int | None = None
+    #: the config gives no length: any may be asked for
+    unbounded: bool = False
+    #: ``model_max_length`` of the config: lets the user ask for more than is derived
+    longest_allowed: int | None = None
+    #: tokens that the attention kernels work on at once
+    kernel_block_size: int = 16
+    #: dtype of recurrent states where the user asks for none; "auto" is the model's dtype
+    ssm_dtype: str = "auto"
+    #: KV cache dtype that the checkpoint asks for
+    kv_cache_dtype: str = "auto"
+    memory_order: str = "LBNHC"
+    #: the config.json's fields that shaped the layers
+    fields_used: tuple[str, ...] = ()
+
+    @cached_property
+    def layer(self) -> dict[str, Layer]:
+        """name → the layer's facts, those of shared layers included."""
+        own = {layer.name: layer for layer in self.layers}
+        return own | {name: replace(own[target], name=name) for name, target in self.shared_layers.items()}
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        return any(isinstance(layer, StateLayer) for layer in self.layers)
+
+    def query_heads(self, layer: str, tp: int = 1) -> int:
+        """Query heads of a layer on one of ``tp`` ranks (a state layer's heads)."""
+        return self._layer(layer).query_heads(tp)
+
+    def layer_specs(self, options: CacheOptions | None = None) -> dict[str, KVCacheSpec]:
+        """layer → spec, in registration order, with block sizes aligned as an engine aligns them.
+
+        Raises ``OptionError`` where the options do not go with the model.
+        """
+        options = options or CacheOptions()
+        return self.specs(self.resolve(options), options)
+
+    def specs(self, resolved: Resolved, options: CacheOptions) -> dict[str, KVCacheSpec]:
+        """The specs for options that are resolved already."""
+        return {layer.name: layer.spec(resolved) for layer in self.layers + self.draft(options)}
+
+    def draft(self, options: CacheOptions) -> tuple[Layer, ...]:
+        """Layers of a draft model, shaped like the model's own full attention."""
+        if options.draft_layers == 0:
+            return ()
+        like = next((layer for layer in self.layers if _is_full_attention(layer)), None)
+        if like is None:
+            raise OptionError(f"draft_layers = {options.draft_layers}: {self.name} has no full attention to copy")
+        return tuple(replace(like, name=f"mtp.layers.{i}.self_attn.attn") for i in range(options.draft_layers))
+
+    def resolve(self, options: CacheOptions, aligned: bool = True) -> Resolved:
+        """Options and config put together; ``aligned``: state pages made equal to attention pages."""
+        self._check_parallel(options)
+        dtype = self.dtype if options.dtype == "auto" else options.dtype
+        kv_cache_dtype = self.kv_cache_dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        kernel = options.kernel_block_size or self.kernel_block_size
+        block = DEFAULT_BLOCK_SIZE if DEFAULT_BLOCK_SIZE % kernel == 0 else kernel
+        resolved = Resolved(
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            value_dtype=KV_CACHE_DTYPES[kv_cache_dtype] or dtype,
+            conv_dtype=dtype if options.mamba_cache_dtype == "auto" else options.mamba_cache_dtype,
+            ssm_dtype=self.ssm_dtype if options.mamba_ssm_cache_dtype == "auto" else options.mamba_ssm_cache_dtype,
+            block_size=options.block_size or block,
+            kernel_block_size=kernel,
+            max_model_len=self._length(options),
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            tensor_parallel_size=options.tensor_parallel_size,
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
+        if not self.has_states:
+            return resolved
+        mode = "align" if options.enable_prefix_caching else "none"
+        resolved = replace(resolved, mamba_cache_mode=mode)
+        if aligned:
+            resolved = self._align(resolved)
+        length = resolved.max_model_len if mode == "none" else resolved.block_size
+        return replace(resolved, mamba_block_size=length)
+
+    def _align(self, r: Resolved) -> Resolved:
+        """Grow the attention block until its page holds a state, then pad the state's page to it."""
+        attention = next((layer for layer in self.layers if isinstance(layer, AttentionLayer | LatentLayer)), None)
+        if attention is None:
+            return r
+        spec = attention.spec(r)
+        assert isinstance(spec, AttentionSpec)
+        token_bytes = spec.num_kv_heads * spec.entry_bytes
+        state_page = max(
+            layer.spec(r).unpadded_page_size_bytes for layer in self.layers if isinstance(layer, StateLayer)
+        )
+        grain = max(r.kernel_block_size, r.block_size)
+        if isinstance(attention, LatentLayer):
+            grain = max(grain, LATENT_GRAIN)
+        block = grain * cdiv(state_page, grain * token_bytes)
+        block = r.kernel_block_size * cdiv(block, r.kernel_block_size)
+        grew = block > r.block_size
+        page = max(block, r.block_size) * token_bytes
+        return replace(
+            r,
+            block_size=max(block, r.block_size),
+            block_size_grew=grew,
+            mamba_page_size=state_page,
+            mamba_page_size_padded=None if page == state_page else page,
+        )
+
+    def _length(self, options: CacheOptions) -> int:
+        asked = options.max_model_len
+        if asked in (None, "auto"):
+            return self.default_model_len or self.max_model_len
+        if asked > max(self.max_model_len, self.longest_allowed or 0) and not self.unbounded:
+            raise OptionError(
+                f"max_model_len = {asked}: {self.name} is made for at most {self.max_model_len} tokens "
+                f"(from {self.source}); ask for no more"
+            )
+        return asked
+
+    def _check_parallel(self, options: CacheOptions) -> None:
+        tp, dcp = options.tensor_parallel_size, options.decode_context_parallel_size
+        if dcp == 1:
+            return
+        if tp % dcp:
+            raise OptionError(f"decode_context_parallel_size = {dcp} does not divide tensor_parallel_size = {tp}")
+        for layer in self.layers:
+            if not isinstance(layer, AttentionLayer):
+                continue
+            refused = f"decode_context_parallel_size = {dcp}: layer {layer.name} "
+            if layer.sliding_window or layer.attention_chunk_size or layer.cross:
+                raise OptionError(refused + "has a window, chunks or cross attention, whose tokens are not split")
+            heads, kv_heads = layer.num_heads, layer.num_kv_heads
+            if tp <= kv_heads or dcp > tp // kv_heads or heads // kv_heads % dcp:
+                raise OptionError(
+                    refused + f"has {kv_heads} KV heads for {heads} query heads: tensor_parallel_size = {tp} must "
+                    f"exceed the KV heads by a factor of at least {dcp}, and {dcp} divide the query heads of each"
+                )
+
+    def _layer(self, name: str) -> Layer:
+        if name not in self.layer:
+            raise ConfigError(f"{self.name}: no layer {name!r}; its layers are {', '.join(self.layer_names[:3])} …")
+        return self.layer[name]
+
+
+def _is_full_attention(layer: Layer) -> bool:
+    if isinstance(layer, AttentionLayer):
+        return not (layer.sliding_window or layer.attention_chunk_size or layer.cross)
+    return isinstance(layer, LatentLayer)
+
+
+# -- what all configs have in common ---------------------------------------------------------------
+
+#: fields that may hold the longest sequence; the smallest of them counts
+LENGTH_FIELDS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
+    "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+#: rope scalings whose factor is already in max_position_embeddings
+SCALED_ROPES = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+def model_length(f: Fields) -> dict:
+    """Fields of ``Model`` about the length of a request."""
+    lengths = [f.integer(name) for name in LENGTH_FIELDS if f.has(name)]
+    if not lengths:
+        return {"max_model_len": DEFAULT_MAX_MODEL_LEN, "unbounded": True}
+    longest = f.optional("model_max_length")
+    derived: float = longest or min(lengths)
+    ropes = _ropes(f)
+    model_type = str(f.get("model_type", default=""))
+    if "gemma3" not in model_type:
+        factors = [rope.get("factor") for rope in ropes if rope_type(rope) not in SCALED_ROPES]
+        derived *= next((x for x in reversed(factors) if isinstance(x, (int, float))), 1)
+    result = {"max_model_len": int(derived), "longest_allowed": longest}
+    if any(rope_type(rope) == "longrope" for rope in ropes):
+        original = next((r["original_max_position_embeddings"] for r in ropes
+                         if isinstance(r.get("original_max_position_embeddings"), int)), None)  # fmt: skip
+        result["default_model_len"] = f.optional("original_max_position_embeddings") or original
+    return result
+
+
+def rope_type(rope: Mapping) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _ropes(f: Fields) -> list[Mapping]:
+    """Rope parameters: one set, or one a layer type; old configs call them rope_scaling."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = f.get(name)
+        if isinstance(rope, Mapping):
+            nested = [value for value in rope.values() if isinstance(value, Mapping)]
+            found += nested or [rope]
+    return found
+
+
+DTYPE_NAMES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "bfloat16",
+               "float": "bfloat16"}  # fmt: skip
+
+
+def model_dtype(f: Fields, outer: Fields) -> str:
+    """The dtype an engine runs the model in: float32 checkpoints run in bfloat16."""
+    value = outer.get("dtype", "torch_dtype") or f.get("dtype", "torch_dtype", default="float32")
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise f.wrong(("torch_dtype", "dtype"), value, f"known are {', '.join(DTYPE_NAMES)}")
+    return DTYPE_NAMES[name]
+
+
+def checkpoint_kv_dtype(f: Fields) -> str:
+    """The KV cache dtype that a quantized checkpoint asks for; "auto" where it asks for none."""
+    quant = f.get("quantization_config")
+    if not isinstance(quant, Mapping):
+        return "auto"
+    scheme = quant.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8:
+        return "fp8"
+    inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
+    algorithm = str(inner.get("kv_cache_quant_algo") or "").lower()
+    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(algorithm, "auto")
