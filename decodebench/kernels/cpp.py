@@ -76,7 +76,8 @@ def _build(compiler: str, source: Path, target: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
-        raise CompilerMissing(f"{Path(compiler).name} cannot build the kernels ({first}): use backend='torch'")
+        name = Path(compiler).name
+        raise CompilerMissing(f"{name} cannot build the kernels ({first}): use backend='torch'")
 
 
 def _cpu_flags() -> str:
@@ -132,7 +133,7 @@ def can_update(kind: str, parts: dict[str, torch.Tensor]) -> str | None:
     return None if kind in ("mamba1", "mamba2", "gdn", "kda", "short_conv") else f"{kind} states"
 
 
-def state_step(kind: str, parts: dict[str, torch.Tensor], rows: torch.Tensor, inputs: dict[str, torch.Tensor]):
+def state_step(kind: str, parts: dict, rows: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """``reference.state_step`` in float32, in place, rows read and written once. Inputs contiguous."""
     batch = len(rows)
     conv = parts["conv"]

@@ -118,7 +118,7 @@ def state_fallback(kind: str, parts: dict[str, torch.Tensor]) -> str | None:
     return cpp.can_update(kind, parts) or cpp.why_not()
 
 
-def state_step(kind: str, parts: dict[str, torch.Tensor], rows: torch.Tensor, inputs: dict[str, torch.Tensor]):
+def state_step(kind: str, parts: dict, rows: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """``reference.state_step``, compiled and in place where that is possible, else eagerly in float32."""
     if state_fallback(kind, parts) is None:
         return cpp.state_step(kind, parts, rows, inputs)

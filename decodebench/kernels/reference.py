@@ -161,3 +161,37 @@ def split_delta(y: torch.Tensor, heads: int, dv: int, dk: int):
     q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
     q, k = (t.repeat_interleave(heads // key_heads, dim=1) for t in (q, k))
     return q * dk**-0.5, k, v.view(batch, heads, dv)
+
+
+def state_inputs(
+    kind: str, parts: dict[str, torch.Tensor], batch: int, random: torch.Generator, device="cpu"
+) -> dict[str, torch.Tensor]:
+    """Seeded inputs of ``reference.state_step``, float32: decays below one, so that states stay bounded."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    x: dict[str, torch.Tensor] = {}
+    if "conv" in parts:
+        length, channels = parts["conv"].shape[1:]
+        x |= {"x": normal(batch, channels), "weight": normal(channels, length + 1) / (length + 1) ** 0.5}
+        x["bias"] = 0.1 * normal(channels)
+    state = parts.get("ssm", parts.get("recurrent"))
+    shape = () if state is None else state.shape[1:]
+    if kind == "mamba1":
+        channels, n = shape
+        x |= {"dt": 0.2 * torch.rand(batch, channels, generator=random), "a": -torch.exp(normal(channels, n))}
+        x |= {"b": normal(batch, n), "c": normal(batch, n), "d": normal(channels)}
+    elif kind == "mamba2":
+        heads = shape[0]
+        x |= {"dt": 0.2 * torch.rand(batch, heads, generator=random), "a": -torch.exp(normal(heads))}
+        x["d"] = normal(heads)
+    elif kind in ("gdn", "kda"):
+        heads, _, dk = shape
+        gate = normal(batch, heads, dk) if kind == "kda" else normal(batch, heads)
+        x |= {"g": -torch.nn.functional.softplus(gate), "beta": torch.sigmoid(normal(batch, heads))}
+    elif kind == "linear":
+        heads, d, e = shape
+        x |= {"q": normal(batch, heads, d), "k": normal(batch, heads, d) / d**0.5}
+        x |= {"v": normal(batch, heads, e), "g": -torch.rand(heads, generator=random)}
+    return {name: t.to(device).contiguous() for name, t in x.items()}
