@@ -9,6 +9,8 @@ from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING
 
+from decodebench import capacity as sizes
+from decodebench import listing
 from decodebench.grouping import KVCacheGroupSpec, auto, strategy
 from decodebench.models import CacheOptions, Model, load_model
 from decodebench.models.layers import Resolved
@@ -135,6 +137,32 @@ class KVCacheConfig:
             )
         tensors, size = place(self.groups, counts, self.memory_order)
         return replace(self, tensors=tensors, pool_num_blocks=counts, size=size, budget=size)
+
+    def capacity(self, length: int | None = None) -> sizes.Capacity:
+        """What fits for requests of ``length`` tokens (default: the maximum length)."""
+        return sizes.capacity(self, length)
+
+    def waste(self, length: int | None = None) -> sizes.Waste:
+        """Bytes by cause when the memory is full of requests of ``length`` tokens."""
+        return sizes.waste(self, length)
+
+    def log_lines(self) -> list[str]:
+        """What vLLM's log says about such a layout."""
+        return sizes.log_lines(self)
+
+    def to_dict(self) -> dict:
+        """This layout as one case of an engine's dump."""
+        return listing.case({self.budget: self}, self)
+
+    def blocks_per_request(self, length: int | None = None) -> list[int]:
+        """Blocks that each group reserves for a request of ``length`` tokens (default: the maximum)."""
+        return sizes.request_blocks(self, self.max_model_len if length is None else length)
+
+    def __str__(self) -> str:
+        return listing.text(self)
+
+    def _repr_html_(self) -> str:
+        return listing.html_table(self)
 
     def allocate(self, device: str = "cpu", initial: str | None = "poison") -> Cache:
         """This layout on a device; see ``cache.allocate``."""

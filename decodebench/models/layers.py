@@ -174,7 +174,7 @@ class IndexerLayer:
         content = self.head_dim + cdiv(self.head_dim, 128) * 4
         return MLAAttentionSpec(
             block_size=r.block_size, num_kv_heads=1, head_size=content, dtype="uint8", packed="fp8_indexer",
-            state_content_bytes=content, cache_role="INDEXER", kernel_block_tokens=64,
+            cache_role="INDEXER", kernel_block_tokens=64,
         )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 2048
 #: latent attention beside states: decode kernels want blocks of whole 128 tokens
 LATENT_GRAIN = 128
+#: where the layers of a draft model are said to be
+DRAFT_ROOT = "mtp.layers."
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Model:
         like = next((layer for layer in self.layers if _is_full_attention(layer)), None)
         if like is None:
             raise OptionError(f"draft_layers = {options.draft_layers}: {self.name} has no full attention to copy")
-        return tuple(replace(like, name=f"mtp.layers.{i}.self_attn.attn") for i in range(options.draft_layers))
+        return tuple(replace(like, name=f"{DRAFT_ROOT}{i}.self_attn.attn") for i in range(options.draft_layers))
 
     def resolve(self, options: CacheOptions, aligned: bool = True) -> Resolved:
         """Options and config put together; ``aligned``: state pages made equal to attention pages."""
@@ -177,6 +179,8 @@ class Model:
                 )
 
     def _layer(self, name: str) -> Layer:
+        if name.startswith(DRAFT_ROOT):
+            return self.draft(CacheOptions(draft_layers=1))[0]
         if name not in self.layer:
             raise ConfigError(f"{self.name}: no layer {name!r}; its layers are {', '.join(self.layer_names[:3])} …")
         return self.layer[name]
