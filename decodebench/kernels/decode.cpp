@@ -122,7 +122,7 @@ struct Attention {
   float* out;          // [batch, kv_heads * group, dv]
 };
 
-static const int TILE = 64;   // tokens scored before their values are added: both stay in the L2
+static const int TILE = 32;   // tokens scored before their values are added; 64 evict what was fetched ahead
 
 // scores[g][t] of G query rows and the tile's keys, four tokens at a time. `ahead` are the same rows of
 // the next tile, fetched a line for a line read: in a burst they would wait for the memory, not hide it.
