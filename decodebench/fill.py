@@ -284,9 +284,10 @@ class Tags(Values):
         digits[:, :, 12] = part & 7
         digits[:, :, 13:] = torch.tensor([1, 6, 3], device=target.device)
         bits = ((digits + 1).to(torch.float32) / 64).to(torch_dtype(dtype)).view(target.dtype)
-        whole = columns // 16 * 16
+        width = min(cdiv(columns, 16), 64) * 16  # moved in larger pieces than one tag
+        bits, whole = bits.repeat(1, 1, width // 16), columns // width * width
         if whole:
-            yield 0, target[:, :, :whole].unflatten(2, (-1, 16)), bits[:, :, None]
+            yield 0, target[:, :, :whole].unflatten(2, (-1, width)), bits[:, :, None]
         if whole < columns:
             yield 0, target[:, :, whole:], bits[:, :, :columns - whole]
 
@@ -481,55 +482,58 @@ CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 def _inspect_span(span: Span, values: Values) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """bool [L, num_blocks] each: rows that hold exactly the values, only zeros, only poison."""
-    bits, (layers, blocks, _) = span.bits, span.bits.shape
-    chunk_bytes = CHUNK_BYTES.get(bits.device.type, CHUNK_BYTES["cuda"])
-    height = max(1, min(layers, chunk_bytes // span.part.nbytes))
-    count = max(1, chunk_bytes // (height * span.part.nbytes))
-    number, poison = values.number(span.part.dtype), _poison_number(bits.itemsize)
-    states = torch.zeros((3, layers, blocks), dtype=torch.bool)
-    # rows that start with another number cannot consist of zeros, poison or the constant alone
-    candidates = torch.tensor([0, poison] + ([] if number is None else [number]), device=bits.device)
-    maybe_uniform = torch.isin(bits[:, :, 0], candidates.to(bits.dtype)).cpu()
-    scratch = torch.empty(chunk_bytes // bits.itemsize, dtype=bits.dtype, device=bits.device)
+    bits, number, poison = span.bits, values.number(span.part.dtype), _poison_number(span.bits.itemsize)
+    uniform = [0, poison] if number is None else [0, poison, number]
+    # a row that begins with none of these numbers does not consist of one of them
+    first = bits[:, :, 0]
+    low, high = _extremes(bits, torch.isin(first, torch.tensor(uniform, dtype=first.dtype, device=first.device)))
+    zero, poisoned = ((low == n) & (high == n) for n in (0, poison))
+    if number is not None:
+        filled = (low == number) & (high == number)
+    else:
+        filled = _equal(span, values, ~(zero | poisoned))
+    return filled.cpu(), zero.cpu(), poisoned.cpu()
+
+
+def _chunks(rows: torch.Tensor, row_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Pieces of ``[L, num_blocks]`` of about ``CHUNK_BYTES`` that contain all of the given rows (bool)."""
+    layers, blocks = rows.shape
+    chunk_bytes = CHUNK_BYTES.get(rows.device.type, CHUNK_BYTES["cuda"])
+    height = max(1, min(layers, chunk_bytes // row_bytes))
+    count = max(1, chunk_bytes // (height * row_bytes))
     for top in range(0, layers, height):
-        for start in range(0, blocks, count):
-            rows = (slice(top, top + height), slice(start, start + count))
-            chunk, (filled, zero, poisoned) = bits[rows], states[(slice(None), *rows)]
-            if maybe_uniform[rows].any():
-                low, high = _extremes(chunk, scratch.numel())
-                uniform = low == high
-                zero[:], poisoned[:] = uniform & (low == 0), uniform & (low == poison)
-                if number is not None:
-                    filled[:] = uniform & (low == number)
-            if number is None and not (zero | poisoned).all():
-                first_layer = span.first_layer + top
-                filled[:] = _equal(chunk, values, span.part.dtype, first_layer, start, span.part_index, scratch)
-    return states[0], states[1], states[2]
+        wanted = rows[top:top + height].any(0).nonzero()[:, 0] // count
+        for i in wanted.unique().tolist():
+            yield slice(top, min(layers, top + height)), slice(i * count, min(blocks, (i + 1) * count))
 
 
-def _extremes(chunk: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest element of each row of ``[L, n, numel]`` bits."""
-    pairs = [(piece.amin(2), piece.amax(2)) for piece in chunk.split(columns, 2)]
-    lows, highs = (torch.stack(side) for side in zip(*pairs))
-    return lows.amin(0).cpu(), highs.amax(0).cpu()
+def _extremes(bits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest element of the given rows of ``[L, num_blocks, numel]``; of others, 1 and 2."""
+    low = torch.full(bits.shape[:2], 1, dtype=bits.dtype, device=bits.device)
+    high = torch.full_like(low, 2)
+    for chunk in _chunks(rows, bits.shape[2] * bits.itemsize):
+        torch.amin(bits[chunk], 2, out=low[chunk])
+        torch.amax(bits[chunk], 2, out=high[chunk])
+    return low, high
 
 
-def _equal(
-    chunk: torch.Tensor, values: Values, dtype: str, layer: int, block: int, part: int, scratch: torch.Tensor
-) -> torch.Tensor:
-    """bool [L, n]: which rows of a chunk of bits hold exactly the values."""
-    same = torch.ones(chunk.shape[:2], dtype=torch.bool)
-    for row, piece, content in values.sources(chunk, dtype, layer, block, 1, part):
-        width = max(1, scratch.numel() // (piece.numel() // piece.shape[2]))
-        for column in range(0, piece.shape[2], width):
-            seen = piece[:, :, column:column + width]
-            wanted = content if content.shape[2] == 1 else content[:, :, column:column + width]
-            difference = scratch[:seen.numel()].view(seen.shape)
-            torch.bitwise_xor(seen, wanted, out=difference)
+def _equal(span: Span, values: Values, rows: torch.Tensor) -> torch.Tensor:
+    """bool [L, num_blocks]: which of the given rows hold exactly the values."""
+    bits = span.bits
+    largest = torch.full(bits.shape[:2], 1, dtype=torch.uint8, device=bits.device)
+    scratch = torch.empty(0, dtype=bits.dtype, device=bits.device)
+    for layers, blocks in _chunks(rows, span.part.nbytes):
+        largest[layers, blocks] = 0
+        for row, piece, content in values.sources(
+            bits[layers, blocks], span.part.dtype, span.first_layer + layers.start, blocks.start, 1, span.part_index
+        ):
+            difference = scratch.resize_(piece.shape)
+            torch.bitwise_xor(piece, content, out=difference)
             # bytes are unsigned: the largest is 0 only if all are
-            largest = difference.view(torch.uint8).flatten(2).amax(2)
-            same[:, row:row + seen.shape[1]] &= (largest == 0).cpu()
-    return same
+            found = difference.view(torch.uint8).flatten(2).amax(2)
+            seen = largest[layers, blocks.start + row:blocks.start + row + piece.shape[1]]
+            torch.maximum(seen, found, out=seen)
+    return largest == 0
 
 
 def _inspect_padding(cache: Cache, layers: Sequence[str], shape: tuple[int, int]) -> torch.Tensor:
