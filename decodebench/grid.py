@@ -33,6 +33,8 @@ class Case:
 
     #: name of a model in data/models, or path of a config.json
     model: str
+    #: fields of the config.json to change, as JSON: {"num_key_value_heads": 2}
+    hf_overrides: str | None = None
     #: how far to go: "layout" (arithmetic), "coverage" (block ids), "audit" (bytes), "decode" (latency)
     measure: str = "coverage"
     #: memory the layout is planned for, in bytes or with a unit
@@ -60,8 +62,8 @@ class Case:
     fault: str | None = None
     #: what is written: "constant", "normal", "zeros", or "unfilled" to leave the cache as allocated
     values: str = "constant"
-    #: decode implementation
-    backend: str = "torch"
+    #: decode implementation; null: the fastest that runs on the device
+    backend: str | None = None
     device: str = "cpu"
     #: caches flushed before every step
     cold: bool = False
@@ -153,6 +155,8 @@ _TYPES = {
 
 def _case(point: dict) -> Case:
     point = {k: str(v) if k in ("context", "memory") and type(v) is int else v for k, v in point.items()}
+    if isinstance(point.get("hf_overrides"), Mapping):
+        point["hf_overrides"] = json.dumps(point["hf_overrides"], sort_keys=True)
     point["model"] = str(point["model"]) if isinstance(point["model"], Path) else point["model"]
     for field in fields(Case):
         value = point.get(field.name, field.default)

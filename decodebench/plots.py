@@ -95,7 +95,7 @@ def bars(
         for place, total in enumerate(left):
             axes.annotate(as_text(total), (total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
     if log:
@@ -214,3 +214,83 @@ def _group_label(frame, group: int) -> str:
         return f"group {group}"
     row = frame[frame["group"] == group].iloc[0]
     return f"{group} · {str(row['kind']).replace('_', ' ')}"
+
+
+# -- the notebooks' charts -------------------------------------------------------------------------
+
+#: column of a sweep → what the waste is called
+WASTE = {
+    "waste_padding_layers": "padding layers", "waste_padded_pages": "padded pages",
+    "waste_last_block": "behind the last token", "waste_null_block": "null block", "waste_tail": "left over",
+}  # fmt: skip
+
+
+def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
+    """Coverage of the group that got least, against the ratio of block sizes, a line a fault (a sweep's table)."""
+    frame = table.assign(connector=table["fault"].fillna("each group's own block size"))
+    frame["connector"] = frame["connector"].replace({"A2": "one block size for all (A2)"})
+    return lines(
+        frame, "block_size_ratio", "worst_group_coverage", "connector", name="coverage-by-block-ratio", title=title,
+        subtitle=subtitle, x_label="largest block size of a group over the smallest",
+        y_label="of the worst group's pages, filled", percent=True,
+    )  # fmt: skip
+
+
+def waste(table, by: str, title: str, subtitle: str = "", name: str = "waste") -> Chart:
+    """Share of the memory that holds nothing anybody reads, by cause: a bar a value of ``by``."""
+    frame = table[table["status"] == "ok"]
+    shown = {c: label for c, label in WASTE.items() if (frame[c] > 0.0005).any()} or {"waste_tail": "left over"}
+    return bars(
+        frame, by, shown, name=name, title=title, subtitle=subtitle, x_label="share of the memory", stacked=True,
+        percent=True,
+    )  # fmt: skip
+
+
+@styled
+def bar_panels(
+    table, category: str, column: str, panel: str, *, name: str, title: str, subtitle: str = "", x_label: str = "",
+    percent: bool = False, as_text=None, highlight: Sequence[str] = (), size: tuple[float, float] | None = None,
+) -> Chart:  # fmt: skip
+    """A panel a value of ``panel``, a bar a ``category``, each panel with its own scale; a refused case says so.
+
+    ``highlight`` names categories drawn in the first colour, the others in the second.
+    """
+    as_text = as_text or (lambda v: _number(v, percent))
+    categories = list(dict.fromkeys(table[category].astype(str)))
+    panels = list(dict.fromkeys(table[panel].astype(str)))
+    figure, axes = chart(
+        name, title, columns=len(panels), subtitle=subtitle, sharey=True, squeeze=False,
+        size=size or (8.6, 1.6 + 0.36 * len(categories)),
+    )  # fmt: skip
+    said = []
+    for axis, label in zip(axes[0], panels):
+        rows = {str(row[category]): row for row in table[table[panel].astype(str) == label].to_dict("records")}
+        values = {c: _value(rows.get(c), column) for c in categories}
+        largest = max((v for v in values.values() if v is not None), default=1.0) or 1.0
+        for place, c in enumerate(categories):
+            value, colour = values[c], PALETTE[0] if not highlight or c in highlight else SKY
+            if value is not None:
+                axis.barh(place, value, 0.72, color=colour)
+            text = as_text(value) if value is not None else ("refused" if c in rows else "")
+            axis.annotate(
+                text, (value or 0, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5,
+                color=INK if value is not None else MUTED,
+            )  # fmt: skip
+        axis.set_title(label)
+        axis.set_xlim(0, 1.32 * (1 if percent and largest > 0.9 else largest))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if percent else plain_number(v)))
+        axis.locator_params(axis="x", nbins=4)
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+        axis.set_xlabel(x_label)
+        shown = ", ".join(f"{c} {as_text(v) if v is not None else 'refused'}" for c, v in values.items() if c in rows)
+        said.append(f"{label}: {shown}")
+    axes[0][0].set_yticks(range(len(categories)), categories)
+    axes[0][0].set_ylim(len(categories) - 0.4, -0.6)
+    figure.alt = f"{title}. Bars of {x_label}. " + "; ".join(said) + "."
+    return figure
+
+
+def _value(row: Mapping | None, column: str) -> float | None:
+    value = None if row is None else row[column]
+    return None if value is None or value != value or not hasattr(value, "__float__") else float(value)

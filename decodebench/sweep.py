@@ -10,6 +10,7 @@ content, so a sweep that was killed, extended or reordered computes only what is
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ class Column:
 
 
 _AXIS_MEANINGS = {
-    "model": "model name or config path", "measure": "how far the case goes", "memory": "budget planned for",
+    "model": "model name or config path", "hf_overrides": "fields of the config changed", "measure": "how far the case goes", "memory": "budget planned for",
     "block_size": "block size asked for; empty: vLLM's choice", "grouping": "strategy that made the groups",
     "memory_order": "order asked for; empty: vLLM's choice", "context": "tokens a request, or a mix",
     "batch": "requests", "shared_prefix": "tokens hit in the prefix cache",
@@ -65,15 +66,18 @@ COLUMNS: dict[str, Column] = {
     "layers": Column("Int64", "", "layers with a cache"),
     "group_block_sizes": Column("string", "tokens", "block size of each group, in order"),
     "group_kinds": Column("string", "", "kind of each group, in order"),
+    "block_size_ratio": Column("Float64", "", "largest over smallest block size of the groups"),
     "bytes_per_block": Column("Int64", "bytes", "what one block id costs: pages of the widest group"),
-    "num_blocks": Column("Int64", "blocks", "blocks that the budget gives, null block included"),
-    "blocks_per_request": Column("Float64", "blocks", "blocks a request of this context holds, all groups together"),
-    "concurrency": Column("Float64", "requests", "requests of this context that fit at once"),
+    "num_blocks": Column("Int64", "blocks", "blocks that the budget gives, null blocks included"),
+    "blocks_per_request": Column("Float64", "blocks", "blocks reserved for a request, mean of the batch"),
+    "concurrency": Column("Float64", "requests", "requests of the longest context that fit at once"),
+    "tokens": Column("Int64", "tokens", "concurrency × longest context, as vLLM logs it"),
     "intercept_bytes": Column("Float64", "bytes", "what a request costs whatever its length"),
     "slope_bytes": Column("Float64", "bytes/token", "what a further token costs"),
     "waste_padding_layers": Column("Float64", "share", "memory lost to groups narrower than the widest"),
     "waste_padded_pages": Column("Float64", "share", "memory lost to pages padded to a common size"),
     "waste_last_block": Column("Float64", "share", "memory lost to partly filled last blocks"),
+    "waste_null_block": Column("Float64", "share", "memory of the null blocks"),
     "waste_tail": Column("Float64", "share", "memory left over after the last whole block"),
     # coverage: from block ids, and for "audit" from bytes as well
     "required_pages": Column("Int64", "pages", "(layer, block) pages that the next step reads", "coverage"),
@@ -181,19 +185,67 @@ def _rows(pending: Mapping[str, Case], progress: bool | None, done: int = 0):
 def evaluate(case: Case) -> dict:
     """The measured columns of one case; never raises for a bad case: that is a row with its reason."""
     start = time.perf_counter()
-    measured: dict = {"status": "ok", "reason": None}
+    row: dict = {"status": "ok", "reason": None}
+    made: dict = {}  # what a stage leaves for the next: layout, batch, cache
     try:
         for measure in MEASURES[: MEASURES.index(case.measure) + 1]:
-            STAGES[measure](case, measured)
+            row |= STAGES[measure](case, made)
     except DecodebenchError as error:
-        measured |= {"status": "refused", "reason": _one_line(error)}
+        row |= {"status": "refused", "reason": _one_line(error)}
     except Exception as error:  # out of memory, a backend's own error: the sweep goes on
-        measured |= {"status": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
-    return measured | {"seconds": time.perf_counter() - start}
+        row |= {"status": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
+    return row | {"seconds": time.perf_counter() - start}
 
 
 def _one_line(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:500]
+
+
+# -- what a case measures ------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _model(name: str, overrides: str | None):
+    """A model, its config's fields replaced where asked for; read once a sweep."""
+    from decodebench import models
+
+    if overrides is None:
+        return models.load_model(name)
+    try:
+        changes = json.loads(overrides)
+        fields = models.read_config(name, models.DATA)[0] | changes
+    except (ValueError, TypeError) as error:
+        raise SweepError(f"hf_overrides {overrides!r}: a JSON object of config.json fields is expected") from error
+    return models.read_model(fields, name)
+
+
+def _layout(case: Case, made: dict) -> dict:
+    from decodebench import layout as layouts
+
+    layout = made["layout"] = layouts.plan(
+        _model(case.model, case.hf_overrides), memory=case.memory, block_size=case.block_size, grouping=case.grouping,
+        memory_order=case.memory_order, kv_cache_dtype=case.kv_cache_dtype,
+        tensor_parallel_size=case.tensor_parallel_size, max_model_len=case.max_model_len,
+        decode_context_parallel_size=case.decode_context_parallel_size,
+        enable_prefix_caching=case.enable_prefix_caching,
+    )  # fmt: skip
+    contexts = case.contexts
+    if max(contexts) > layout.max_model_len:
+        raise SweepError(f"context {max(contexts)}: this layout holds requests of at most {layout.max_model_len} tokens")
+    sizes = [layout.tokens_per_block(g) for g in range(len(layout.groups))]
+    held = [layout.capacity(length) for length in set(contexts)]
+    mean = sum(contexts.count(c.length) * sum(c.blocks_per_request) for c in held) / len(contexts)
+    longest = layout.capacity(max(contexts))
+    waste = layout.waste(max(contexts)).shares()
+    return {
+        "groups": len(layout.groups), "layers": len(layout.layer_names),
+        "group_block_sizes": ",".join(map(str, sizes)), "block_size_ratio": max(sizes) / min(sizes),
+        "group_kinds": ",".join(group.kind for group in layout.groups),
+        "bytes_per_block": layout.bytes_per_block(), "num_blocks": sum(layout.pool_num_blocks),
+        "blocks_per_request": mean, "concurrency": longest.concurrency, "tokens": longest.tokens,
+        "intercept_bytes": longest.intercept_bytes, "slope_bytes": longest.slope_bytes,
+        **{f"waste_{cause}": share for cause, share in waste.items() if cause != "content"},
+    }  # fmt: skip
 
 
 # -- comparing -----------------------------------------------------------------------------------
