@@ -74,14 +74,19 @@ def visible(spec: KVCacheSpec, num_tokens: int, encoder_tokens: int = 0) -> tupl
     return start, num_tokens
 
 
-def decode_work(layout: KVCacheConfig, batch: Batch) -> tuple[LayerWork, ...]:
+def decode_work(
+    layout: KVCacheConfig, batch: Batch, layers: Sequence[str] | None = None
+) -> tuple[LayerWork, ...]:
     """Bytes that one step must read and write, layer by layer: cached entries, the new slot, states.
 
     The new token's own entry is written and not counted as read. Raises ``DecodeError`` for a layer
     whose pages are packed formats or rings: they hold no plain numbers to attend to.
     """
+    unknown = sorted(set(layers or ()) - set(layout.layer_names))
+    if unknown:
+        raise DecodeError(f"layers {', '.join(unknown)} are not in this layout")
     work = []
-    for layer in layout.layer_names:
+    for layer in layout.layer_names if layers is None else layers:
         group, spec = layout.group_of[layer], layout.layer_specs[layer]
         kind = layer_kind(layout, layer)
         read = written = updated = 0
@@ -255,12 +260,8 @@ def prepare_step(
     """
     layout = cache.layout
     module, note = resolve_backend(backend, cache.device)
-    unknown = sorted(set(layers or ()) - set(layout.layer_names))
-    if unknown:
-        raise DecodeError(f"layers {', '.join(unknown)} are not in this layout")
-    wanted = set(layout.layer_names if layers is None else layers)
-    chosen = [w for w in decode_work(_only(layout, wanted), batch) if w.layer in wanted]
     _check_batch(layout, batch)
+    chosen = decode_work(layout, batch, layers)
     model = getattr(layout, "model", None)
     activation = torch_dtype(dtype or getattr(model, "dtype", None) or "bfloat16")
     tables = {g: _table(layout, batch, g, cache.device) for g in {w.group for w in chosen}}
@@ -281,19 +282,6 @@ def prepare_step(
         for w in chosen
     )
     return DecodeStep(tuple(steps), module.NAME, cache.device, note, assumed, saved)
-
-
-def _only(layout: KVCacheConfig, wanted: set[str]) -> KVCacheConfig:
-    """The layout with only these layers in its groups (for ``layers=`` beside packed ones)."""
-    if wanted >= set(layout.layer_names):
-        return layout
-    groups = []
-    for group in layout.groups:
-        kept = [(n, s) for n, s in zip(group.layer_names, group.layer_specs) if n in wanted]
-        groups.append(
-            replace(group, layer_names=tuple(n for n, _ in kept), layer_specs=tuple(s for _, s in kept))
-        )
-    return replace(layout, groups=tuple(groups))
 
 
 def _check_batch(layout: KVCacheConfig, batch: Batch) -> None:
