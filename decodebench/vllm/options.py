@@ -1,0 +1,85 @@
+"""What ``kv_connector_extra_config`` may hold, and the vLLM versions this connector was run with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from decodebench.fill import Constant, Normal, Values
+from decodebench.specs import DecodebenchError
+
+#: vLLM releases whose engine ran this connector's tests
+TESTED = ("0.32.0",)
+
+AUDITS = ("off", "plan", "bytes")
+
+
+class OptionRefused(DecodebenchError):
+    """An option of the connector that does not exist or cannot have this value."""
+
+
+class UntestedVersion(DecodebenchError):
+    """A vLLM release that this connector was never run with."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of ``GroupedDecodeBenchConnector``, as given in ``kv_connector_extra_config``.
+
+    ``mean``, ``std``, ``seed``: the values (std 0 is a constant). ``startup_fill``: write the whole
+    cache once at start; groups whose new blocks the engine zeroes are still filled per request.
+    ``audit``: ``plan`` compares block ids, ``bytes`` poisons the cache, reads it back before each
+    first decode step and is slow. ``audit_file``: where audits are written as JSON lines.
+    ``strict``: an untested vLLM or an audit that finds a fault stops the engine.
+    """
+
+    mean: float = 0.015
+    std: float = 0.0
+    seed: int = 0
+    startup_fill: bool = False
+    audit: str = "off"
+    audit_file: str | None = None
+    strict: bool = False
+
+    @property
+    def values(self) -> Values:
+        if self.std == 0:
+            return Constant(self.mean)
+        return Normal(self.mean, self.std, self.seed, bank_bytes=4 << 20)
+
+
+def parse(extra_config: dict | None) -> Options:
+    """The options in an extra config; ``OptionRefused`` names what is unknown and what is known."""
+    extra_config = dict(extra_config or {})
+    known = {field.name: field for field in fields(Options)}
+    renamed = {"fill_mean": "mean", "fill_std": "std"}
+    for name, value in extra_config.items():
+        if name not in known:
+            hint = f"; vLLM's {name} is called {renamed[name]} here" if name in renamed else ""
+            raise OptionRefused(f"unknown option {name!r}: known are {', '.join(known)}{hint}")
+        default = known[name].default
+        accepted = {bool: bool, int: int, float: int | float}.get(type(default), str | None)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise OptionRefused(f"option {name}={value!r}: expected a value like {default!r}")
+    options = Options(**extra_config)
+    if options.audit not in AUDITS:
+        raise OptionRefused(f"option audit={options.audit!r}: known are {', '.join(AUDITS)}")
+    try:
+        options.values  # noqa: B018 - refuses infinite means and negative spreads
+    except DecodebenchError as error:
+        raise OptionRefused(f"options mean={options.mean}, std={options.std}: {error}") from None
+    return options
+
+
+def check_version(version: str, strict: bool) -> str | None:
+    """None for a tested vLLM, else a warning; with ``strict`` the warning is raised."""
+    release = version.split("+")[0]
+    if release in TESTED:
+        return None
+    message = (
+        f"vLLM {version} was never tested with decodebench's connector (tested: {', '.join(TESTED)}): "
+        "its connector interface is experimental and changes between releases; audit='bytes' shows "
+        "whether fills still land where decode reads"
+    )
+    if strict:
+        raise UntestedVersion(message)
+    return message

@@ -1,0 +1,56 @@
+"""Fills and audits on vLLM's connector-stats channel: its periodic log line and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+
+@dataclass
+class DecodeBenchStats(KVConnectorStats):
+    """Sums since they were last taken: plain numbers by name, so that they travel between processes.
+
+    ``requests``, ``rows``, ``bytes`` and ``seconds`` of the fills; with an audit also how many
+    rows (a row: one block of one layer) were ``required``, ``covered`` and at ``fault``.
+    """
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> DecodeBenchStats:
+        for name, number in other.data.items():
+            self.data[name] = self.data.get(name, 0) + number
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        shown = {f"filled {name}": number for name, number in self.data.items() if name in ("requests", "rows")}
+        if self.data.get("seconds"):
+            shown["fill seconds"] = round(self.data["seconds"], 6)
+            shown["fill GB/s"] = round(self.data["bytes"] / self.data["seconds"] / 1e9, 3)
+        if "required" in self.data:
+            share = self.data["covered"] / self.data["required"] if self.data["required"] else 1.0
+            shown |= {"audited rows": self.data["required"], "covered": round(share, 6), "faults": self.data["faults"]}
+        return shown
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def take(self) -> DecodeBenchStats | None:
+        """What was recorded since the last call, or None."""
+        if self.is_empty():
+            return None
+        taken, self.data = DecodeBenchStats(data=self.data), {}
+        return taken
+
+    def record_fill(self, report, requests: int) -> None:
+        self.aggregate(DecodeBenchStats(data={
+            "requests": requests, "rows": sum(report.rows),
+            "bytes": report.bytes_written, "seconds": report.seconds,
+        }))  # fmt: skip
+
+    def record_audit(self, records: list[dict]) -> None:
+        covered = sum(r["filled"] + r["zeroed"] for r in records)
+        required = sum(r["required"] for r in records)
+        faults = sum(r["wrong"] + r["uncovered"] + r["stray"] + r["clobbered"] for r in records)
+        self.aggregate(DecodeBenchStats(data={"required": required, "covered": covered, "faults": faults}))
