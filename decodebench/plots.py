@@ -117,8 +117,7 @@ def bars(
 def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) -> None:
     if log_x:
         axes.set_xscale("log", base=2)
-        step = max(1, len(xs) // 10)
-        axes.xaxis.set_major_locator(FixedLocator(xs[::step]))
+        axes.xaxis.set_major_locator(FixedLocator(_apart(xs)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(round(v))))
     if log_y:
@@ -130,6 +129,15 @@ def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) 
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
     elif log_y:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(v)))
+
+
+def _apart(values: Sequence[float], count: int = 9) -> list[float]:
+    """Those of the values that a logarithmic axis has room to label."""
+    kept: list[float] = []
+    for value in values:
+        if not kept or value / kept[-1] >= 0.98 * (values[-1] / values[0]) ** (1 / count):
+            kept.append(value)
+    return kept
 
 
 def _number(value: float, percent: bool = False) -> str:
@@ -294,3 +302,98 @@ def bar_panels(
 def _value(row: Mapping | None, column: str) -> float | None:
     value = None if row is None else row[column]
     return None if value is None or value != value or not hasattr(value, "__float__") else float(value)
+
+
+@styled
+def waste_panels(table, by: str, title: str, subtitle: str = "", panel: str = "model", name: str = "waste") -> Chart:
+    """Waste by cause, a panel a model, a bar a value of ``by``."""
+    categories = list(dict.fromkeys(table[by].astype(str)))
+    panels = list(dict.fromkeys(table[panel].astype(str)))
+    used = {c: label for c, label in WASTE.items() if (table[c].fillna(0) > 0.0005).any()}
+    figure, axes = chart(
+        name, title, columns=len(panels), subtitle=subtitle, sharey=True, sharex=True, squeeze=False,
+        size=(8.6, 1.95 + 0.36 * len(categories)),
+    )  # fmt: skip
+    said = []
+    for axis, label in zip(axes[0], panels):
+        rows = {str(row[by]): row for row in table[table[panel].astype(str) == label].to_dict("records")}
+        totals = []
+        for place, category in enumerate(categories):
+            left = 0.0
+            for i, column in enumerate(used):
+                share = _value(rows.get(category), column) or 0.0
+                axis.barh(place, share, 0.72, left=left, color=PALETTE[i], label=used[column] if place == 0 else None)
+                left += share
+            ok = _value(rows.get(category), "waste_tail") is not None
+            text = share_text(left) if ok else ("refused" if category in rows else "")
+            axis.annotate(
+                text, (left, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5,
+                color=INK if ok else MUTED,
+            )  # fmt: skip
+            totals.append(f"{category} {text}")
+        axis.set_title(label)
+        axis.set_xlim(0, 1.25)
+        axis.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+        said.append(f"{label}: {', '.join(totals)}")
+    axes[0][0].set_yticks(range(len(categories)), categories)
+    axes[0][0].set_ylim(len(categories) - 0.4, -0.6)
+    axes[0][0].set_ylabel(by.replace("_", " "))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=len(used))
+    figure.alt = f"{title}. Stacked bars, share of the memory: {', '.join(used.values())}. " + "; ".join(said) + "."
+    return figure
+
+
+def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
+    """Total waste against the block size in use, a line a model."""
+    frame = table[table["status"] == "ok"].copy()
+    frame["waste"] = frame[list(WASTE)].sum(axis=1)
+    frame["in use"] = frame["group_block_sizes"].str.split(",").map(lambda sizes: max(map(int, sizes)))
+    frame = frame.drop_duplicates(["model", "in use"])
+    return lines(
+        frame, "in use", "waste", "model", name="waste-by-block-size", title=title, subtitle=subtitle,
+        x_label="block size in use (tokens)", y_label="share of the memory", percent=True,
+    )  # fmt: skip
+
+
+def capacity(table, title: str, subtitle: str = "") -> Chart:
+    """Requests that fit against their length, a line a model; both axes logarithmic."""
+    frame = table[table["status"] == "ok"].assign(length=table["context"].astype("string").astype("Int64"))
+    return lines(
+        frame, "length", "concurrency", "model", name="capacity", title=title, subtitle=subtitle,
+        x_label="tokens of each request", y_label="requests that fit at once", log_y=True,
+    )  # fmt: skip
+
+
+def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Chart:
+    """Requests that fit with a smaller KV cache type over those with the model's own, against their length."""
+    frame = table[table["status"] == "ok"].assign(length=table["context"].astype("string").astype("Int64"))
+    wide = frame.pivot(index=["model", "length"], columns="kv_cache_dtype", values="concurrency")
+    gain = (wide[small] / wide["auto"]).rename("gain").reset_index()
+    order = {model: i for i, model in enumerate(dict.fromkeys(frame["model"]))}
+    gain = gain.sort_values("model", key=lambda names: names.map(order), kind="stable")
+    return lines(
+        gain, "length", "gain", "model", name="dtype-gain", title=title, subtitle=subtitle,
+        x_label="tokens of each request", y_label=f"requests with {small} / without", limit=(2.0, "half the bytes: 2x"),
+    )  # fmt: skip
+
+
+def latency(table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency") -> Chart:
+    """Median decode step against ``x`` with its quartiles, a line a value of ``series``."""
+    frame = table[table["status"] == "ok"].copy()
+    for column in ("median_s", "q1_s", "q3_s"):
+        frame[column.replace("_s", "_ms")] = 1e3 * frame[column]
+    return lines(
+        frame, x, "median_ms", series, name=name, title=title, subtitle=subtitle, x_label=x.replace("_", " ") + " (tokens)",
+        y_label="one decode step (ms)", spread=("q1_ms", "q3_ms"),
+    )  # fmt: skip
+
+
+def limit_share(table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "limit-share") -> Chart:
+    """Share of the memory's speed that a step reaches, against ``x``."""
+    frame = table[table["status"] == "ok"]
+    return lines(
+        frame, x, "limit_share", series, name=name, title=title, subtitle=subtitle, x_label=x.replace("_", " ") + " (tokens)",
+        y_label="of this machine's measured limit", percent=True,
+    )  # fmt: skip

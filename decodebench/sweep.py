@@ -248,6 +248,9 @@ def _layout(case: Case, made: dict) -> dict:
     }  # fmt: skip
 
 
+STAGES = {"layout": _layout}
+
+
 # -- comparing -----------------------------------------------------------------------------------
 
 #: what two sweeps are compared by, where both have it

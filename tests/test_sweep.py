@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -256,3 +257,194 @@ def test_reading_while_writing_sees_whole_rows(tmp_path):
         with open(tmp_path / JOURNAL, "ab") as other:
             other.write(b'{"case_id": "b", "val')
         assert list(read_folder(tmp_path)[0]) == ["a"]
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+GRID = {"model": ["tiny-llama", "tiny-gemma3"], "block_size": [16, 32], "measure": "layout"}
+#: what differs between two runs of the same sweep
+CHANGING = ["seconds", "run"]
+
+
+def same(a, b):
+    pd.testing.assert_frame_equal(a.drop(columns=CHANGING), b.drop(columns=CHANGING))
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """Case ids in the order in which they are computed."""
+    seen = []
+    real = sweep.evaluate
+    monkeypatch.setattr(sweep, "evaluate", lambda case: seen.append(case.case_id()) or real(case))
+    return seen
+
+
+def test_a_table_has_the_documented_columns(tmp_path):
+    table = sweep.run(GRID)
+    assert list(table.columns) == list(sweep.COLUMNS)
+    assert {c: str(d) for c, d in table.dtypes.items()} == {c: str(d) for c, d in sweep.DTYPES.items()}
+    assert list(sweep.schema()["column"]) == list(table.columns)
+    stored = sweep.run(GRID, tmp_path / "a")
+    same(stored, table)
+    same(sweep.read(tmp_path / "a"), table)
+    assert dict(sweep.read(tmp_path / "a").dtypes) == dict(table.dtypes), "Parquet keeps the types"
+    (run,) = sweep.read(tmp_path / "a").attrs["provenance"]
+    assert {"device", "cores", "torch", "commit", "uncommitted_changes", "date", "settings", "python"} <= set(run)
+    assert run["settings"]["grid"]["block_size"] == [16, 32]
+
+
+def test_a_finished_case_is_not_computed_again_wherever_it_stands(tmp_path, evaluated):
+    sweep.run({**GRID, "block_size": 32}, tmp_path)
+    assert len(evaluated) == 2
+    table = sweep.run({**GRID, "block_size": [16, 32, 64]}, tmp_path)
+    assert len(evaluated) == 6 and len(set(evaluated)) == 6
+    assert list(table["block_size"]) == [16, 32, 64] * 2, "in the order of the grid asked for"
+    assert len(sweep.run({**GRID, "block_size": [64, 32]}, tmp_path)) == 4
+    assert len(evaluated) == 6
+    assert len(sweep.read(tmp_path)) == 6, "rows of other grids stay"
+    assert len(sweep.read(tmp_path).attrs["provenance"]) == 2, "a run that computed nothing leaves no trace"
+
+
+def test_a_refused_and_a_failing_case_are_rows_with_their_reason(tmp_path, monkeypatch, evaluated):
+    grid = {"model": ["llama-3.1-8b", "tiny-llama", "no-such-model"], "measure": "layout", "block_size": [16]}
+    real = sweep.STAGES["layout"]
+
+    def stage(case, made):
+        if case.model == "tiny-llama":
+            raise MemoryError("no room")
+        return real(case, made)
+
+    monkeypatch.setitem(sweep.STAGES, "layout", stage)
+    table = sweep.run(grid, tmp_path)
+    assert list(table["status"]) == ["refused", "failed", "refused"]
+    assert "max_model_len" in table["reason"][0] and table["reason"][1] == "MemoryError: no room"
+    assert "no-such-model" in table["reason"][2]
+    monkeypatch.setitem(sweep.STAGES, "layout", real)
+    assert list(sweep.run(grid, tmp_path)["status"]) == ["refused", "failed", "refused"]
+    assert len(evaluated) == 3
+    assert list(sweep.run(grid, tmp_path, retry_failed=True)["status"]) == ["refused", "ok", "refused"]
+    assert len(evaluated) == 6
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
+    whole = sweep.run(GRID)
+    real, count = sweep.evaluate, iter(range(100))
+
+    def interrupted(case):
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return real(case)
+
+    monkeypatch.setattr(sweep, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(GRID, tmp_path)
+    assert len(sweep.read(tmp_path)) == 2, "readable in between"
+    monkeypatch.setattr(sweep, "evaluate", real)
+    same(sweep.run(GRID, tmp_path), whole)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [PROVENANCE, PARQUET]
+
+
+def test_the_command_survives_kill_9_and_equals_an_uninterrupted_run(tmp_path):
+    """The whole command as a process, killed three times; what it gives equals a run that was left alone."""
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        'model = ["jamba-v0.1", "gemma-3-1b", "llama-3.1-8b"]\nmeasure = "layout"\nmax_model_len = "auto"\n'
+        f"block_size = {list(range(16, 16 * 400, 16))}\n"
+    )
+    command = [sys.executable, "-m", "decodebench", "sweep", str(grid), "--quiet", "--out"]
+    out, journal = tmp_path / "out", tmp_path / "out" / JOURNAL
+    finished = 0
+    for _ in range(3):
+        process = subprocess.Popen([*command, str(out)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        while process.poll() is None and (not journal.exists() or journal.stat().st_size < (finished + 60) * 800):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        rows = len(sweep.read(out))
+        assert rows >= finished
+        finished = rows
+    assert 0 < finished < 1197
+    done = subprocess.run([*command, str(out)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("1197 cases (")
+    alone = sweep.run(grid, tmp_path / "alone", progress=False)
+    same(sweep.read(out), alone)
+    assert len(sweep.read(out).attrs["provenance"]) == 4
+
+
+def test_the_command_refuses_in_one_line(tmp_path, capsys):
+    from decodebench.__main__ import main
+
+    grid = tmp_path / "grid.toml"
+    grid.write_text('model = "a"\nbatchsize = 3\n')
+    assert main(["sweep", str(grid), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "unknown key 'batchsize'" in error
+    assert not (tmp_path / "out").exists(), "a bad grid leaves nothing behind"
+
+
+def test_overrides_change_the_config_and_nothing_else():
+    plain, changed = (
+        sweep.run({"model": "tiny-llama", "measure": "layout", "hf_overrides": [None, {"num_hidden_layers": 2}]})
+        .to_dict("records")
+    )  # fmt: skip
+    assert changed["layers"] == 2 < plain["layers"]
+    table = sweep.run({"model": "tiny-llama", "measure": "layout", "hf_overrides": "not json"})
+    assert table["status"][0] == "refused" and "JSON object" in table["reason"][0]
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def measured(**changes):
+    """A table of two latencies, as a sweep would give them."""
+    rows = [
+        asdict(Case("a", block_size=size, **changes))
+        | {"case_id": f"{size}", "status": "ok", "run": 0, "median_s": size / 1e4, "q1_s": size / 1.1e4, "q3_s": size / 0.9e4}
+        for size in (16, 32)
+    ]  # fmt: skip
+    table = journals.to_frame(rows, sweep.DTYPES)
+    table.attrs["provenance"] = [{"run": 0, "device": "machine one", "cores": 2}]
+    return table
+
+
+def test_a_comparison_gives_ratios_with_their_spread():
+    a, b = measured(), measured()
+    for column in ("median_s", "q1_s", "q3_s"):
+        b.loc[0, column] = a.loc[0, column] * 2
+    result = sweep.compare(a, b, metrics=["median_s"])
+    assert list(result["block_size"]) == [16, 32] and list(result["ratio"]) == pytest.approx([2.0, 1.0])
+    assert result["ratio_low"][0] == pytest.approx(2 * 0.9 / 1.1) and result["ratio_high"][0] == pytest.approx(2 * 1.1 / 0.9)
+    assert list(result["distinguishable"]) == [True, False]
+
+
+def test_a_comparison_refuses_what_differs_unless_told():
+    with pytest.raises(SweepError, match="differ in device: cpu only in the first, cuda only in the second"):
+        sweep.compare(measured(), measured(device="cuda"))
+    assert list(sweep.compare(measured(), measured(device="cuda"), across=["device"])["ratio"]) == [1.0, 1.0]
+    with pytest.raises(SweepError, match="differ in block_size: 32 only in the first, nothing only in the second"):
+        sweep.compare(measured(), _with(measured().iloc[:1], measured()))
+    assert len(sweep.compare(measured(), _with(measured().iloc[:1], measured()), partial=True)) == 1
+    other = measured()
+    other.attrs["provenance"] = [{"run": 0, "device": "machine two", "cores": 2}]
+    with pytest.raises(SweepError, match="latencies of different machines"):
+        sweep.compare(measured(), other)
+    assert len(sweep.compare(measured(), other, across=["machine"])) == 2
+    with pytest.raises(SweepError, match="unknown setting 'speed'"):
+        sweep.compare(measured(), measured(), across=["speed"])
+    with pytest.raises(SweepError, match="differ only in what is compared across"):
+        sweep.compare(measured(), measured(), across=["block_size"])
+
+
+def _with(frame, like):
+    frame.attrs["provenance"] = like.attrs["provenance"]
+    return frame.reset_index(drop=True)
+
+
+def test_two_stored_sweeps_are_compared(tmp_path):
+    sweep.run(GRID, tmp_path / "a")
+    sweep.run({**GRID, "kv_cache_dtype": "fp8"}, tmp_path / "b")
+    with pytest.raises(SweepError, match="differ in kv_cache_dtype"):
+        sweep.compare(tmp_path / "a", tmp_path / "b")
+    result = sweep.compare(tmp_path / "a", tmp_path / "b", across=["kv_cache_dtype"])
+    fits = result[(result["metric"] == "num_blocks") & (result["model"] == "tiny-llama")]
+    assert set(fits["ratio"].round(2)) == {2.0}
