@@ -246,7 +246,7 @@ def measure_audit(cache: Cache, values: Values, repeats: int) -> dict[str, objec
 
 def run(quick: bool = False, device: str = "cpu", seed: int = 0) -> dict[str, object]:
     """All cases: ``{"fill": rows, "audit": rows, "floors": rows, "provenance": ...}``."""
-    num_blocks, repeats = (256, 3) if quick else (1024, 7)
+    num_blocks, repeats = (128, 3) if quick else (1024, 7)
     settings = {"num_blocks": num_blocks, "repeats": repeats, "quick": quick}
     rows, audits = [], []
     cache = allocate(attention_layout(num_blocks), device)
