@@ -1,0 +1,287 @@
+"""The grouped connector: stands in for a prefill, so that a benchmark starts at the first decode step.
+
+Two halves with the protocol of vLLM's connector API v1, without importing it. The *scheduler half*
+decides which rows (block ids per group) still need values; the *worker half* has ``fill`` write
+them. Both are built from the layout. Rows are manager blocks; nothing is guessed from a tensor,
+and nothing that cannot be placed is skipped: it is an error that names group, layer, id and limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from decodebench.blocks import NULL_BLOCK, Batch
+from decodebench.cache import Cache, bind
+from decodebench.fill import Constant, FillReport, Values, fill_rows, merge_rows
+from decodebench.layout import KVCacheConfig
+from decodebench.specs import (
+    AttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    DecodebenchError,
+    MambaSpec,
+    cdiv,
+)
+
+
+class ConnectorError(DecodebenchError):
+    """A block table or layout that the connector will not guess about."""
+
+
+@dataclass(frozen=True)
+class RequestFill:
+    """The rows of one request that need values: block ids per group, null blocks left out."""
+
+    request_id: str
+    rows: tuple[tuple[int, ...], ...]
+    num_external_tokens: int
+
+
+@dataclass(frozen=True)
+class ConnectorMetadata:
+    """What the scheduler half hands to the worker half for one step."""
+
+    requests: tuple[RequestFill, ...] = ()
+
+
+def startup_groups(layout: KVCacheConfig) -> frozenset[int]:
+    """Groups that one fill at startup covers for good.
+
+    Not circular buffers, which are zeroed per request; and not attention whose new blocks the
+    engine zeroes before use, which would wipe the fill.
+    """
+    return frozenset(
+        g
+        for g, group in enumerate(layout.groups)
+        if not isinstance(group.kv_cache_spec, CircularBufferSpec)
+        and not (layout.needs_kv_cache_zeroing and isinstance(group.kv_cache_spec, AttentionSpec))
+    )
+
+
+class ConnectorScheduler:
+    """Scheduler half: which rows of which request need values in this step.
+
+    ``request`` is anything with ``request_id`` and ``num_tokens`` (vLLM's own objects fit).
+    ``counters``: requests filled, refilled after a preemption, and external tokens stood in for.
+    """
+
+    def __init__(self, layout: KVCacheConfig, startup_fill: bool = False) -> None:
+        self.layout = layout
+        self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
+        self.counters = {"requests_filled": 0, "requests_refilled": 0, "external_tokens": 0}
+        self._filled: dict[str, int] = {}  # request → tokens that its blocks hold
+        self._preempted: set[str] = set()
+        self._pending: dict[str, RequestFill] = {}
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+        """(tokens this connector stands in for, False: synchronously).
+
+        All uncomputed tokens but the last. 0 for a request that is filled already; one that
+        comes back with fewer computed tokens than it was filled with lost its blocks.
+        """
+        if self.is_filled(request, num_computed_tokens):
+            return 0, False
+        return max(0, request.num_tokens - num_computed_tokens - 1), False
+
+    def update_state_after_alloc(
+        self, request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Plan the rows of a request whose blocks were allocated: ``block_ids[g]`` is its table in group g.
+
+        Raises ``ConnectorError`` where a table is shorter than the plan, an id is out of range, or
+        the number of tables is not the number of groups.
+        """
+        if num_external_tokens == 0:
+            return
+        if len(block_ids) != len(self.layout.groups):
+            raise ConnectorError(
+                f"request {request.request_id!r}: {len(block_ids)} block tables for {len(self.layout.groups)} groups"
+            )
+        stop = request.num_tokens - 1
+        start = stop - num_external_tokens
+        if start < 0:
+            raise ConnectorError(
+                f"request {request.request_id!r}: {num_external_tokens} external tokens of {request.num_tokens}: "
+                "the last token is computed, so at most all the others can be external"
+            )
+        rows = tuple(
+            () if group in self.startup_filled else self.rows_of_group(request, group, block_ids[group], start, stop)
+            for group in range(len(self.layout.groups))
+        )
+        again = request.request_id in self._filled or request.request_id in self._preempted
+        self._preempted.discard(request.request_id)
+        self._filled[request.request_id] = stop
+        self._pending[request.request_id] = RequestFill(request.request_id, rows, num_external_tokens)
+        self.counters["requests_refilled" if again else "requests_filled"] += 1
+        self.counters["external_tokens"] += num_external_tokens
+
+    def build_connector_meta(self) -> ConnectorMetadata:
+        """Hand over what this step fills, and forget it."""
+        meta = ConnectorMetadata(tuple(self._pending.values()))
+        self._pending = {}
+        return meta
+
+    def request_finished(self, request_id: str) -> None:
+        self._filled.pop(request_id, None)
+        self._preempted.discard(request_id)
+        self._pending.pop(request_id, None)
+
+    request_finished_all_groups = request_finished
+
+    def request_preempted(self, request_id: str) -> None:
+        """The request lost its blocks; when it comes back it is filled again, and counted."""
+        if self._filled.pop(request_id, None) is not None:
+            self._preempted.add(request_id)
+        self._pending.pop(request_id, None)
+
+    # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
+
+    def groups_filled_at_startup(self) -> frozenset[int]:
+        return startup_groups(self.layout)
+
+    def is_filled(self, request, num_computed_tokens: int) -> bool:
+        return num_computed_tokens >= self._filled.get(request.request_id, request.num_tokens)
+
+    def tokens_per_block(self, group: int) -> int:
+        return self.layout.tokens_per_block(group)
+
+    def first_block(self, group: int, start: int) -> int:
+        """The block that a prefix hit of ``start`` tokens ends in is the request's own copy: it is filled."""
+        return start // self.tokens_per_block(group)
+
+    def positions(self, group: int, start: int, stop: int, table_length: int) -> range:
+        """Block-table positions that hold external tokens ``[start, stop)``."""
+        spec = self.layout.groups[group].kv_cache_spec
+        if isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
+            return range(table_length)
+        last = cdiv(stop, self.tokens_per_block(group))
+        if isinstance(spec, MambaSpec):
+            return range(last - 1, last)  # the state after token stop, which the step starts from
+        return range(self.first_block(group, start), last)
+
+    def keep(self, block_id: int) -> bool:
+        return block_id != NULL_BLOCK
+
+    def rows_of_group(
+        self, request, group: int, table: Sequence[int], start: int, stop: int
+    ) -> tuple[int, ...]:
+        positions = self.positions(group, start, stop, len(table))
+        if len(positions) and positions[-1] >= len(table):
+            raise ConnectorError(
+                f"request {request.request_id!r}, {describe(self.layout, group)}: tokens up to {stop} reach block "
+                f"{positions[-1]} of its table (at {self.tokens_per_block(group)} tokens a block), but the table has "
+                f"{len(table)} entries"
+            )
+        rows = tuple(table[p] for p in positions if self.keep(table[p]))
+        self.check_ids(request, group, rows)
+        return rows
+
+    def check_ids(self, request, group: int, rows: Sequence[int]) -> None:
+        limit = self.layout.num_blocks_of(group)
+        for block_id in rows:
+            if not 0 <= block_id < limit:
+                raise ConnectorError(
+                    f"request {request.request_id!r}, {describe(self.layout, group)}: block id {block_id} is out of "
+                    f"range, the pool's ids are 1 to {limit - 1}"
+                )
+
+
+class ConnectorWorker:
+    """Worker half: has ``fill`` write the rows it is handed, each once a step.
+
+    ``counters``: steps with a fill, rows and bytes written, bytes needed, rows asked for (a row
+    asked for twice is written once), seconds spent filling.
+    """
+
+    def __init__(
+        self, layout: KVCacheConfig, values: Values | None = None, startup_fill: bool = False
+    ) -> None:
+        for group, spec in enumerate(layout.groups):
+            if not spec.layer_names:
+                raise ConnectorError(f"group {group} ({spec.kind}) has no layer: its blocks could not be filled")
+        self.layout = layout
+        self.values = Constant() if values is None else values
+        self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
+        self.cache: Cache | None = None
+        self.counters = {
+            "fills": 0, "rows_asked": 0, "rows_written": 0, "bytes_needed": 0, "bytes_written": 0, "seconds": 0.0,
+        }  # fmt: skip
+        #: rows written by the last step, per group: what an audit compares with
+        self.last_rows: tuple[tuple[int, ...], ...] = tuple(() for _ in layout.groups)
+
+    def register_kv_caches(self, kv_caches: Cache | Mapping) -> None:
+        """Take a cache of ours, or an engine's tensors per layer (checked: ``CacheMismatch``)."""
+        self.cache = kv_caches if isinstance(kv_caches, Cache) else bind(self.layout, kv_caches)
+        if self.startup_filled:
+            rows = [
+                range(1, self.layout.num_blocks_of(group)) if group in self.startup_filled else ()
+                for group in range(len(self.layout.groups))
+            ]
+            self._record(self.write([tuple(r) for r in rows]), sum(map(len, rows)))
+
+    def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
+        """Fill a step's rows; returns when they are written.
+
+        Raises ``ConnectorError`` before ``register_kv_caches``, ``FillRefused`` for rows that do
+        not exist, before the first byte is written.
+        """
+        if self.cache is None:
+            raise ConnectorError("no KV caches are registered: call register_kv_caches first")
+        asked = sum(len(rows) for fill in meta.requests for rows in fill.rows)
+        return self._record(self.write(self.merge(meta)), asked)
+
+    # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
+
+    def groups_filled_at_startup(self) -> frozenset[int]:
+        return startup_groups(self.layout)
+
+    def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
+        """The rows of all requests of the step, per group, each once."""
+        groups = range(len(self.layout.groups))
+        return [merge_rows(fill.rows[group] for fill in meta.requests) for group in groups]
+
+    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
+        self.last_rows = tuple(tuple(r) for r in rows)
+        return fill_rows(self.cache, rows, self.values)
+
+    def _record(self, report: FillReport, asked: int) -> FillReport:
+        for name, amount in (
+            ("fills", 1), ("rows_asked", asked), ("rows_written", sum(report.rows)), ("seconds", report.seconds),
+            ("bytes_needed", report.bytes_needed), ("bytes_written", report.bytes_written),
+        ):  # fmt: skip
+            self.counters[name] += amount
+        return report
+
+
+def describe(layout: KVCacheConfig, group: int) -> str:
+    """A group in words, for messages."""
+    spec = layout.groups[group]
+    return f"group {group} ({spec.kind}, first layer {spec.layer_names[0]!r})"
+
+
+def run_connector(
+    scheduler: ConnectorScheduler, worker: ConnectorWorker, batch: Batch
+) -> FillReport:
+    """Admit a batch through both halves, as an engine's first step would."""
+    for blocks in batch.requests:
+        external, _ = scheduler.get_num_new_matched_tokens(blocks, blocks.num_computed)
+        scheduler.update_state_after_alloc(blocks, blocks.block_ids, external)
+    return worker.start_load_kv(scheduler.build_connector_meta())
+
+
+def fill_cache(
+    cache: Cache, batch: Batch, values: Values | None = None, fault: str | None = None
+) -> FillReport:
+    """Fill everything that the batch's next decode step reads, each group at its own blocks.
+
+    ``fault`` switches one of the connector's historic defects on (``decodebench.FAULTS``).
+    """
+    if fault is None:
+        halves = ConnectorScheduler(cache.layout), ConnectorWorker(cache.layout, values)
+    else:
+        from decodebench.faults import faulty_halves  # the one look ahead: faults override this room
+
+        halves = faulty_halves(cache.layout, fault, values)
+    halves[1].register_kv_caches(cache)
+    return run_connector(*halves, batch)
