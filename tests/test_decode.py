@@ -294,8 +294,9 @@ def test_bad_requests_are_named(monkeypatch):
 
 def test_packed_pages_are_refused_by_name():
     packed = MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=576, dtype="uint8", packed="fp8_ds_mla", state_content_bytes=656
-    )
+        block_size=16, num_kv_heads=1, head_size=576, dtype="uint8", packed="fp8_ds_mla",
+        state_content_bytes=656,
+    )  # fmt: skip
     layout, batch = one(specs={"sparse": packed})
     with pytest.raises(DecodeError, match="'sparse.0': pages are packed as fp8_ds_mla"):
         decode.decode_work(layout, batch)
@@ -307,7 +308,11 @@ def test_packed_pages_are_refused_by_name():
 
 def test_out_of_memory_names_the_batch(monkeypatch):
     layout, batch = one()
-    monkeypatch.setattr(decode, "measure", lambda *a, **k: (_ for _ in ()).throw(MemoryError("boom")))
+
+    def boom(*arguments, **options):
+        raise MemoryError("boom")
+
+    monkeypatch.setattr("decodebench.decode.measure.measure", boom)
     with pytest.raises(DecodeError, match="1 requests with up to 40 tokens: boom"):
         measure_decode(layout.allocate("cpu", "zeros"), batch)
 

@@ -14,16 +14,13 @@ import gc
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
-from decodebench.blocks import Batch, admit
-from decodebench.cache import Cache, allocate
-from decodebench.connector import fill_cache
-from decodebench.decode import DecodeStep, measure_decode, prepare_step
-from decodebench.fill import Normal
-from decodebench.layout import KVCacheConfig, from_groups, plan
+from decodebench.blocks import Batch
+from decodebench.cache import Cache
+from decodebench.decode import measure_decode, prepare_step, small_cache
 from decodebench.specs import AttentionSpec, CrossAttentionSpec, DecodebenchError
 from decodebench.timing import bandwidth, format_seconds, measure, provenance, require_device
 
@@ -81,7 +78,11 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
         print(HEADER)
     for case in cases:
         try:
-            cache, batch = build(case, requests, context, arguments.device)
+            options = {} if case.dtype == "auto" else {"dtype": case.dtype}
+            cache, batch = small_cache(
+                case.model, requests=requests, context=context, layers=case.layers, device=arguments.device,
+                block_size=case.block_size, **options,
+            )  # fmt: skip
             new = measure_kinds(case, cache, batch, arguments.backend, 0.1 if quick else 0.5)
             del cache
             gc.collect()
@@ -113,34 +114,10 @@ def line(row: dict) -> str:
 
     return (
         f"{row['model']:20s} {row['kind']:24s} {row['layers']:6d} {row['block_size']:6d} {row['dtype']:>8s} "
-        f"{format_seconds(row['median_s']):>9s} {row['gbps']:6.1f} {row['share']:6.0%} "
+        f"{format_seconds(row['median_s']):>9s} {row['gb_per_s']:6.1f} {row['limit_share']:6.0%} "
         f"{row['limit_gbps']:5.0f} GB/s {times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)}"
         f"  {row['backend']}{' (' + row['fallback'] + ')' if row['fallback'] else ''}"
     )
-
-
-def first_layers(layout: KVCacheConfig, count: int) -> KVCacheConfig:
-    """The layout with ``count`` layers in each group, everything else as it is."""
-    groups = [
-        replace(group, layer_names=group.layer_names[:count], layer_specs=group.layer_specs[:count])
-        for group in layout.groups
-    ]
-    return from_groups(
-        groups, layout.pool_num_blocks, layout.memory_order, max_model_len=layout.max_model_len,
-        max_in_flight_tokens=layout.max_in_flight_tokens, model=layout.model, options=layout.options,
-    )  # fmt: skip
-
-
-def build(case: Case, requests: int, context: int, device: str) -> tuple[Cache, Batch]:
-    """A filled cache just large enough for the batch."""
-    options = {} if case.dtype == "auto" else {"dtype": case.dtype}
-    layout = first_layers(plan(case.model, memory="4TiB", block_size=case.block_size, **options), case.layers)
-    needed = 1 + requests * sum(layout.blocks_per_request(context))
-    layout = layout.with_num_blocks(needed)
-    batch = admit(layout, requests=requests, context=context)
-    cache = allocate(layout, device, initial="zeros")
-    fill_cache(cache, batch, Normal(0.0, 0.5))
-    return cache, batch
 
 
 def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, seconds: float) -> list[dict]:
@@ -155,7 +132,7 @@ def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, s
         first = layers[0].work.layer
         spec = cache.layout.layer_specs[first]
         each = facts["median_s"] / len(layers)
-        moved = facts["bytes_read"] + facts["bytes_written"]
+        moved = facts["bytes_moved"]
         row = {"about": case.about, "model": case.model, **facts, "block_size": spec.block_size}
         row |= {"dtype": _short(spec.parts()[-1].dtype), "limit_gbps": moved / facts["limit_s"] / 1e9}
         row |= {"fallback": layers[0].fallback or "", "backend": found.backend, "bandwidth": asdict(limit)}
@@ -174,7 +151,7 @@ def _short(dtype: str) -> str:
 
 
 def _reference_seconds(cache: Cache, batch: Batch, layer: str) -> float:
-    step: DecodeStep = prepare_step(cache, batch, "reference", layers=[layer])
+    step = prepare_step(cache, batch, "reference", layers=[layer])
     start = time.perf_counter()
     step()
     seconds = time.perf_counter() - start
