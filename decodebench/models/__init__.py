@@ -14,7 +14,8 @@ from decodebench.models.families import FAMILIES, Family
 from decodebench.models.fields import ConfigError, Fields, read_config
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, model_length
-from decodebench.models.options import CacheOptions, OptionError
+from decodebench.models.generic import GENERIC
+from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
 
 __all__ = [
     "FAMILIES", "AttentionLayer", "CacheOptions", "ConfigError", "Family", "IndexerLayer", "LatentLayer", "Layer",
@@ -46,12 +47,21 @@ def load_model(config: Model | str | Path | Mapping) -> Model:
 def read_model(config: Mapping, name: str) -> Model:
     """A parsed config as a model; ``name`` is what errors call it."""
     outer = Fields(config, name)
-    model_type = outer.get("model_type")
+    f, prefix = text_config(outer)
+    model_type = f.get("model_type") or outer.get("model_type")
     if not isinstance(model_type, str):
         raise outer.missing("model_type")
-    family = FAMILIES[model_type]
-    f = outer.with_defaults(family.defaults)
-    layers = family.read(f, family.root, **family.arguments)
+    family = FAMILIES.get(TEXT_TYPES.get(model_type, model_type)) or FAMILIES.get(f"{model_type}_text")
+    generic = family is None
+    family = family or GENERIC
+    f = f.with_defaults(family.defaults)
+    try:
+        found = family.read(f, prefix + family.root, **family.arguments)
+    except ConfigError as error:
+        if not generic:
+            raise
+        raise ConfigError(f"{error} (no reader knows model_type {model_type!r}, so its fields were read by name alone)") from None
+    layers, shared = found if isinstance(found, tuple) else (found, {})
     if not layers:
         raise ConfigError(f"{name}: no layer of this model stores anything: there is no cache to plan")
     field, default = family.ssm_dtype or ("", "auto")
@@ -61,10 +71,48 @@ def read_model(config: Mapping, name: str) -> Model:
         source=str(config.get("_source", name)),
         dtype=model_dtype(f, outer),
         layers=tuple(layers),
-        kernel_block_size=family.kernel_block_size,
-        ssm_dtype=str(f.get(field, default=default)) if field else default,
-        kv_cache_dtype=checkpoint_kv_dtype(outer),
+        shared_layers=shared,
+        generic=generic,
+        kernel_block_size=kernel_block_size(family, layers),
+        ssm_dtype=state_dtype(f, field, default) if field else default,
+        kv_cache_dtype=family.kv_cache_dtype if family.kv_cache_dtype != "auto" else checkpoint_kv_dtype(outer),
         memory_order=family.memory_order,
         fields_used=tuple(sorted(f.used)),
-        **model_length(f),
+        **model_length(f, outer),
     )
+
+
+#: where multimodal configs keep the language model
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+#: model types whose text config has another name than theirs with _text
+TEXT_TYPES = {"gemma4_unified_text": "gemma4_text", "kimi_vl": "deepseek_v3", "deepseek_vl_v2": "deepseek_v2"}
+#: outer model type → path of its language model; "language_model." otherwise
+TEXT_PREFIXES: dict[str, str] = {}
+
+
+def text_config(outer: Fields) -> tuple[Fields, str]:
+    """The fields of the language model, and the path under which an engine registers its layers."""
+    fields, prefix = outer, ""
+    for _ in range(2):  # thinker_config holds a text_config of its own
+        inner = next((fields.values[n] for n in TEXT_CONFIGS if isinstance(fields.values.get(n), Mapping)), None)
+        if inner is None:
+            break
+        prefix = TEXT_PREFIXES.get(str(outer.values.get("model_type")), "language_model.")
+        fields = Fields(inner, f"{outer.source}, text_config")
+        fields.used = outer.used
+    return fields, prefix
+
+
+def kernel_block_size(family: Family, layers: list[Layer]) -> int:
+    """Tokens that the attention kernels take at once: 64 where attention is latent."""
+    if any(isinstance(layer, LatentLayer) for layer in layers):
+        return max(64, family.kernel_block_size)
+    return family.kernel_block_size if family.kernel_block_size != 64 else 16
+
+
+def state_dtype(f: Fields, field: str, default: str) -> str:
+    """The dtype that a checkpoint asks for its recurrent states."""
+    value = str(f.get(field, default=default)).removeprefix("torch.")
+    if value not in STATE_DTYPES:
+        raise f.wrong((field,), value, f"known are {', '.join(STATE_DTYPES)}")
+    return value

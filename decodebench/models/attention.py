@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, Layer
 
-FULL = {"full_attention", "attention", "global_attention", "global"}
-SLIDING = {"sliding_attention", "local_attention", "local"}
+FULL = {"full_attention", "attention", "global_attention"}
+SLIDING = {"sliding_attention"}
 CHUNKED = {"chunked_attention"}
+KINDS = FULL | SLIDING | CHUNKED
+
+#: says which layers have a window where the config has no ``layer_types``
+Types = Callable[[Fields, int], list[str] | None]
 
 
 def heads(f: Fields) -> tuple[int, int, int]:
@@ -16,42 +22,217 @@ def heads(f: Fields) -> tuple[int, int, int]:
     kv_heads = f.integer("num_key_value_heads", default=count)
     if count % kv_heads:
         raise f.wrong(("num_key_value_heads",), kv_heads, f"it does not divide num_attention_heads = {count}")
-    size = f.optional("head_dim", least=0)
-    return count, kv_heads, size or max(1, f.integer("hidden_size") // count)
+    size = f.optional("head_dim", least=0) or f.integer("hidden_size") // count
+    if size < 1:
+        raise f.wrong(("head_dim",), size, "a head has at least one value")
+    return count, kv_heads, size
 
 
-def window(f: Fields) -> int | None:
-    """The sliding window in tokens; 0 and null say there is none."""
+def window(f: Fields, gate: str | None = None) -> int | None:
+    """The sliding window in tokens; 0, null and a gate that is off say there is none."""
+    if gate is not None and not f.get(gate, default=False):
+        f.get("sliding_window")
+        return None
     return f.optional("sliding_window", least=0) or None
 
 
-def periodic(length: int, period: int, full_at: int) -> list[str]:
-    """Layer types where every ``period``-th layer attends to everything, the others to a window."""
-    return ["full_attention" if i % period == full_at else "sliding_attention" for i in range(length)]
+def every(period: int, *names: str) -> Types:
+    """Every ``period``-th layer attends to everything, the others to a window; a field may give the period."""
+
+    def types(f: Fields, length: int) -> list[str]:
+        given = f.get(*names) if names else None
+        n = len(given) if isinstance(given, str) else f.integer(*names, default=period, least=0) if names else period
+        if n == 0 or window(f) is None:
+            return ["full_attention"] * length
+        return ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(length)]
+
+    return types
 
 
-def read_attention(f: Fields, root: str, path: str = "self_attn.attn", widen: int = 0) -> list[Layer]:
+def first_of(period: int) -> Types:
+    """The first of every ``period`` layers attends to everything."""
+    return lambda f, length: ["sliding_attention" if i % period else "full_attention" for i in range(length)]
+
+
+def alternating(f: Fields, length: int) -> list[str]:
+    """Even layers have the window, whatever ``layer_types`` says (gpt-oss)."""
+    return ["full_attention" if i % 2 else "sliding_attention" for i in range(length)]
+
+
+def all_or_none(f: Fields, length: int) -> list[str]:
+    """A window for all layers or for none: engines refuse Qwen2 and Qwen3 where only some have one."""
+    if window(f, "use_sliding_window") is None:
+        return ["full_attention"] * length
+    given = f.listing("layer_types", length=length, choices=KINDS)
+    first = f.integer("max_window_layers", default=length, least=0)
+    types = given or ["sliding_attention" if i >= first else "full_attention" for i in range(length)]
+    if len(set(types)) > 1 and first != length:
+        raise f.wrong(("max_window_layers",), first, "a window for some of the layers only is not served by vLLM: "
+                      "set use_sliding_window to false")  # fmt: skip
+    # a mix that is let through is not applied per layer: those layers attend to everything
+    return types if len(set(types)) == 1 else ["full_attention"] * length
+
+
+def everywhere(f: Fields, length: int) -> list[str]:
+    """The window, where there is one, holds for every layer."""
+    return ["sliding_attention" if window(f) else "full_attention"] * length
+
+
+def read_attention(
+    f: Fields, root: str, path: str = "self_attn.attn", widen: int = 0, types: Types = everywhere,
+    always: bool = False, gate: str | None = None,
+) -> list[Layer]:  # fmt: skip
     """One attention layer per decoder layer; ``layer_types`` says which have the window or the chunks.
 
-    Without ``layer_types`` a window holds for every layer. ``widen``: tokens that the window counts
-    more than its field says.
+    ``types`` says it where ``layer_types`` does not, or ``always``. ``widen``: tokens that the window
+    counts more than its field says. ``gate``: the field that switches the window on.
     """
     count, kv_heads, size = heads(f)
     length = f.layer_count()
-    types = f.listing("layer_types", length=length, choices=FULL | SLIDING | CHUNKED)
-    span, chunk = window(f), f.optional("attention_chunk_size")
+    span, chunk = window(f, gate), f.optional("attention_chunk_size")
+    given = None if always else f.listing("layer_types", length=length, choices=KINDS)
+    kinds = given or types(f, length) or ["full_attention"] * length
     layers: list[Layer] = []
-    for i in range(length):
-        kind = types[i] if types else "sliding_attention" if span else "full_attention"
-        if kind in SLIDING and span is None:
+    for i, kind in enumerate(kinds):
+        if kind in SLIDING and span is None and not f.declares("sliding_window"):
             raise f.missing("sliding_window")
-        if kind in CHUNKED and chunk is None:
-            raise f.missing("attention_chunk_size")
         layers.append(
             AttentionLayer(
                 f"{root}.{i}.{path}", count, kv_heads, size,
-                sliding_window=span + widen if kind in SLIDING else None,
+                sliding_window=span + widen if kind in SLIDING and span else None,
                 attention_chunk_size=chunk if kind in CHUNKED else None,
             )  # fmt: skip
         )
     return layers
+
+
+def halved_window(f: Fields, kinds: list[str]) -> int | None:
+    """Windows to both sides count half on each."""
+    span = window(f)
+    both = f.get("use_bidirectional_attention")
+    return span // 2 + 1 if span and both in (True, "all") else span
+
+
+def read_gemma3(f: Fields, root: str) -> list[Layer]:
+    """Five windows, then one layer that attends to everything."""
+    length = f.layer_count()
+    kinds = f.listing("layer_types", length=length, choices=KINDS)
+    kinds = kinds or every(6, "sliding_window_pattern", "_sliding_window_pattern")(f, length)
+    span = halved_window(f, kinds)
+    return [
+        AttentionLayer(f"{root}.{i}.self_attn.attn", *heads(f), sliding_window=span if kind in SLIDING else None)
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def read_gemma3n(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
+    """The last ``num_kv_shared_layers`` layers read the cache of the last layer of their kind before them."""
+    length = f.layer_count()
+    kinds = f.listing("layer_types", length=length, choices=KINDS) or every(5)(f, length)
+    return with_shared(f, root, kinds, lambda i: heads(f))
+
+
+def read_gemma4(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
+    """Windows with small heads, full attention with large ones; the last layer always attends to everything."""
+    length = f.layer_count()
+    kinds = f.listing("layer_types", length=length, choices=KINDS) or every(6)(f, length)
+    kinds[-1] = "full_attention"
+    count, kv_heads, size = heads(f)
+    per_layer = f.get("per_layer_config")
+    if isinstance(per_layer, Mapping):
+        own = {int(key): value for key, value in per_layer.items() if str(key).isdigit() and isinstance(value, Mapping)}
+    else:
+        wide = {"head_dim": f.integer("global_head_dim", default=512)}
+        if f.get("attention_k_eq_v", default=False) and f.has("num_global_key_value_heads"):
+            wide["num_key_value_heads"] = f.integer("num_global_key_value_heads")
+        own = {i: wide for i, kind in enumerate(kinds) if kind in FULL}
+
+    def shape(i: int) -> tuple[int, int, int]:
+        layer = Fields(own.get(i, {}), f"{f.source}, per_layer_config of layer {i}")
+        return (
+            layer.integer("num_attention_heads", default=count),
+            layer.integer("num_key_value_heads", default=kv_heads),
+            layer.integer("head_dim", default=size),
+        )
+
+    return with_shared(f, root, kinds, shape)
+
+
+def with_shared(
+    f: Fields, root: str, kinds: list[str], shape: Callable[[int], tuple[int, int, int]]
+) -> tuple[list[Layer], dict[str, str]]:
+    """Layers with a cache of their own, and the others with the layer whose cache they read."""
+    length, span = len(kinds), halved_window(f, kinds)
+    first = length - f.integer("num_kv_shared_layers", default=0, least=0)
+    if first < 0 or (first == 0 and length > 0):
+        raise f.wrong(("num_kv_shared_layers",), length - first, f"there are {length} layers, one must have a cache")
+    layers: list[Layer] = []
+    shared: dict[str, str] = {}
+    for i, kind in enumerate(kinds):
+        name = f"{root}.{i}.self_attn.attn"
+        if i < first:
+            layers.append(AttentionLayer(name, *shape(i), sliding_window=span if kind in SLIDING else None))
+            continue
+        before = [j for j in range(first) if kinds[j] == kind]
+        if not before:
+            raise f.wrong(("layer_types",), kind, f"layer {i} is to share a cache, and no layer before {first} is like it")
+        shared[name] = f"{root}.{before[-1]}.self_attn.attn"
+    return layers, shared
+
+
+def read_llama4(f: Fields, root: str) -> list[Layer]:
+    """Chunks where a layer has rotary positions, full attention where it has none."""
+    length, chunk = f.layer_count(), f.optional("attention_chunk_size")
+    rope = f.listing("no_rope_layers", length=length) if f.get("no_rope_layers") else None
+    interval = f.integer("no_rope_layer_interval", default=4)
+    rope = rope or [int((i + 1) % interval != 0) for i in range(length)]
+    return [
+        AttentionLayer(f"{root}.{i}.self_attn.attn", *heads(f), attention_chunk_size=chunk if rope[i] else None)
+        for i in range(length)
+    ]
+
+
+def read_mimo(f: Fields, root: str) -> list[Layer]:
+    """Full attention, and windows with other heads; values are narrower than keys in both."""
+    length = f.layer_count()
+    pattern = f.listing("hybrid_layer_pattern", length=length, choices={0, 1})
+    if pattern is None:
+        kinds = f.listing("layer_types", length=length, choices=KINDS)
+        if kinds is None:
+            raise f.missing("hybrid_layer_pattern", "layer_types")
+        pattern = [int(kind in SLIDING) for kind in kinds]
+    full = heads(f)
+    count = f.integer("swa_num_attention_heads", default=full[0])
+    small = (
+        count,
+        f.integer("swa_num_key_value_heads", default=full[1]),
+        f.integer("swa_head_dim", default=full[2]),
+        f.optional("swa_v_head_dim"),
+    )
+    span = f.optional("sliding_window_size", "sliding_window")
+    return [
+        AttentionLayer(f"{root}.{i}.self_attn.attn", *small, sliding_window=span)
+        if windowed
+        else AttentionLayer(f"{root}.{i}.self_attn.attn", *full, f.optional("v_head_dim"))
+        for i, windowed in enumerate(pattern)
+    ]
+
+
+def read_whisper(f: Fields, root: str) -> list[Layer]:
+    """The decoder's own attention and its attention over the encoder's output; the encoder keeps nothing."""
+    count = f.integer("decoder_attention_heads")
+    width = f.integer("d_model")
+    if width % count:
+        raise f.wrong(("decoder_attention_heads",), count, f"it does not divide d_model = {width}")
+    layers: list[Layer] = []
+    for i in range(f.layer_count("decoder_layers")):
+        layers.append(AttentionLayer(f"{root}.{i}.layers.self_attn.attn", count, count, width // count))
+        layers.append(AttentionLayer(f"{root}.{i}.layers.encoder_attn.attn", count, count, width // count, cross=True))
+    return layers
+
+
+def read_gpt2(f: Fields, root: str, count: str = "n_head", width: str = "n_embd", depth: str = "n_layer") -> list[Layer]:
+    """As many KV heads as query heads, under older names."""
+    n = f.integer(count, "num_attention_heads")
+    size = f.integer(width, "hidden_size") // n
+    return [AttentionLayer(f"{root}.{i}.attn.attn", n, n, size) for i in range(f.layer_count(depth, "num_hidden_layers"))]

@@ -1,24 +1,33 @@
-"""Which reader a ``model_type`` has, and the defaults that its config class would fill in."""
+"""Which reader a ``model_type`` has, and the defaults that its config class would fill in.
+
+A line a family. Defaults are those of the config classes (transformers 5) for fields that
+config.json files leave out; sizes that make a model (layers, heads, width) have none here, so
+that a config without them is refused rather than taken for another model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from decodebench.models import attention, state
+from decodebench.models import attention, latent, packed, state
+from decodebench.models.attention import all_or_none, alternating, every, everywhere, first_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
+
+Read = Callable[..., list[Layer] | tuple[list[Layer], dict[str, str]]]
 
 
 @dataclass(frozen=True)
 class Family:
     """How the configs of a ``model_type`` are read.
 
-    ``read(fields, root, **arguments)`` gives the layers, ``root`` being the path of the decoder
-    layers. ``defaults``: fields that the config class fills in where config.json leaves them out.
+    ``read(fields, root, **arguments)`` gives the layers (and, where some share a cache, which),
+    ``root`` being the path of the decoder layers. ``defaults``: fields that the config class fills
+    in where config.json leaves them out or null.
     """
 
-    read: Callable[..., list[Layer]]
+    read: Read
     arguments: Mapping = field(default_factory=dict)
     defaults: Mapping = field(default_factory=dict)
     root: str = "model.layers"
@@ -27,16 +36,192 @@ class Family:
     #: field that names the dtype of recurrent states, and what holds where it is absent
     ssm_dtype: tuple[str, str] | None = None
     memory_order: str = "LBNHC"
+    #: KV cache dtype that stands for "auto" and for the fp8 ones
+    kv_cache_dtype: str = "auto"
 
 
-ATTENTION = attention.read_attention
+def attending(max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None,
+              sliding_window: int | None = None, **arguments) -> Family:  # fmt: skip
+    """A family of plain attention, by the defaults of its config class and what its reader is told."""
+    defaults = {"max_position_embeddings": max_position_embeddings, "num_key_value_heads": kv_heads,
+                "head_dim": head_dim, "sliding_window": sliding_window}  # fmt: skip
+    known = {name: value for name, value in defaults.items() if value is not None}
+    return Family(attention.read_attention, arguments, known)
+
+
+def full(max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None, **more) -> Family:
+    """A family that only knows full attention, whatever the config says about windows."""
+    return attending(max_position_embeddings, kv_heads, head_dim, types=no_window, always=True, **more)
+
+
+def no_window(f: Fields, length: int) -> list[str]:
+    return ["full_attention"] * length
+
+
+def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments) -> Family:
+    defaults = {"max_position_embeddings": max_position_embeddings, "kv_lora_rank": 512, "qk_rope_head_dim": rope,
+                "qk_nope_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128}  # fmt: skip
+    return Family(read, arguments, defaults, kernel_block_size=64)
+
+
+DELTA_NET = {
+    "max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+GRANITE_HYBRID = {
+    "max_position_embeddings": 2048, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_n_heads": 128, "mamba_n_groups": 1,
+}  # fmt: skip
+MAMBA_1 = {"expand": 2, "conv_kernel": 4, "state_size": 16}
+ZAMBA_2 = {
+    "max_position_embeddings": 4096, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_ngroups": 1, "n_mamba_heads": 8, "num_mem_blocks": 1,
+    "hybrid_layer_ids": [6, 12, 18, 24, 30, 36, 42, 47, 51],
+}  # fmt: skip
+NEMOTRON_H = {
+    "max_position_embeddings": 4096, "num_key_value_heads": 8, "head_dim": 128, "conv_kernel": 4, "n_groups": 8,
+    "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(ATTENTION),
-    "gemma3_text": Family(ATTENTION),
-    "gpt_oss": Family(ATTENTION, {"path": "attn.attn"}),
-    "jamba": Family(state.read_jamba),
-    "granitemoehybrid": Family(state.read_granite),
-    "nemotron_h": Family(state.read_nemotron_h, ssm_dtype=("mamba_ssm_cache_dtype", "float32")),
-    "qwen3_next": Family(state.read_delta_net),
+    # full attention, or one window for all layers
+    "llama": attending(2048),
+    "mistral": attending(131072, kv_heads=8, sliding_window=4096),
+    "ministral": attending(131072, kv_heads=8, sliding_window=4096),
+    "ministral3": attending(262144, kv_heads=8, head_dim=128),
+    "mixtral": attending(131072, kv_heads=8),
+    "phi": full(2048),
+    "phi3": attending(4096),
+    "phimoe": attending(131072, kv_heads=8),
+    "starcoder2": attending(4096, kv_heads=2),
+    "qwen2": attending(32768, types=all_or_none, always=True, gate="use_sliding_window"),
+    "qwen2_moe": full(32768, kv_heads=16),
+    "qwen3": attending(32768, head_dim=128, types=all_or_none, always=True, gate="use_sliding_window"),
+    "qwen3_moe": attending(32768, kv_heads=4, gate="use_sliding_window"),
+    "gemma": full(8192, kv_heads=16, head_dim=256),
+    "cohere": full(8192),
+    "glm": full(131072, kv_heads=2, head_dim=128),
+    "glm4": full(131072, kv_heads=2, head_dim=128),
+    "glm4_moe": full(131072, kv_heads=8),
+    "granite": full(2048),
+    "granitemoe": full(2048),
+    "granitemoeshared": full(2048),
+    "olmo": full(2048),
+    "olmo2": full(2048),
+    "olmoe": full(4096),
+    "flex_olmo": full(4096),
+    "stablelm": full(4096),
+    "seed_oss": full(524288, kv_heads=8, head_dim=128),
+    "ernie4_5": full(131072, kv_heads=2, head_dim=128),
+    "ernie4_5_moe": full(131072, kv_heads=4),
+    "hunyuan_v1_dense": full(2048),
+    "hunyuan_v1_moe": full(2048),
+    "minimax_m2": full(196608, kv_heads=8, head_dim=128),
+    "arcee": full(4096),
+    "apertus": attending(65536),
+    "nemotron": full(4096),
+    "smollm3": full(32768, kv_heads=4),
+    "internlm3": full(32768),
+    "mimo": full(32768),
+    "gpt2": Family(attention.read_gpt2, {}, {}, root="transformer.h"),
+    # windows beside full attention
+    "gemma2": attending(8192, kv_heads=4, head_dim=256, sliding_window=4096, types=every(2)),
+    "gemma3_text": Family(
+        attention.read_gemma3,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    ),
+    "gemma3n_text": Family(
+        attention.read_gemma3n,
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512,
+                  "num_kv_shared_layers": 15},
+    ),  # fmt: skip
+    "gemma4_text": Family(
+        attention.read_gemma4,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512},
+    ),
+    "gpt_oss": attending(131072, kv_heads=8, head_dim=64, sliding_window=128, path="attn.attn", types=alternating,
+                         always=True),  # fmt: skip
+    "cohere2": attending(8192, sliding_window=4096, types=every(4, "sliding_window_pattern"), widen=1),
+    "olmo3": attending(2048, sliding_window=4096, types=every(4)),
+    "exaone4": attending(2048, sliding_window=4096, types=every(4, "sliding_window_pattern")),
+    "exaone_moe": attending(2048, sliding_window=4096, types=every(4, "sliding_window_pattern")),
+    "cwm": attending(131072, kv_heads=8, head_dim=128, sliding_window=8192, types=first_of(4)),
+    "afmoe": attending(16384, head_dim=128, sliding_window=1024, types=every(4, "global_attn_every_n_layers")),
+    "laguna": attending(131072, kv_heads=8, head_dim=128, sliding_window=512, types=no_window),
+    "mimo_v2_flash": Family(
+        attention.read_mimo,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+                  "sliding_window": 128},
+    ),  # fmt: skip
+    "mimo_v2": Family(attention.read_mimo, defaults={"max_position_embeddings": 131072}),
+    # chunks
+    "llama4_text": Family(
+        attention.read_llama4,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
+                  "attention_chunk_size": 8192},
+    ),  # fmt: skip
+    # encoder and decoder
+    "whisper": Family(attention.read_whisper, defaults={"max_target_positions": 448}, root=".decoder.layers"),
+    # latent attention
+    "deepseek_v2": mla(latent.read_deepseek, 2048),
+    "deepseek_v3": mla(latent.read_deepseek, 4096),
+    "kimi_k2": mla(latent.read_deepseek, 4096),
+    "deepseek_v32": mla(latent.read_indexed, 163840),
+    "glm_moe_dsa": mla(latent.read_indexed, 202752),
+    "glm4_moe_lite": mla(latent.read_deepseek, 202752),
+    "longcat_flash": mla(latent.read_latent, 131072, per_layer=2),
+    "minicpm3": Family(
+        latent.read_unabsorbed, defaults={"max_position_embeddings": 32768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    ),
+    "kimi_linear": Family(latent.read_kimi, defaults={"max_position_embeddings": 4096}, kernel_block_size=64),
+    # compressed latent attention
+    "deepseek_v4": Family(
+        packed.read_deepseek_v4,
+        defaults={"max_position_embeddings": 1048576, "head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
+        kernel_block_size=256, memory_order="BLHNC", kv_cache_dtype="fp8_ds_mla",
+    ),  # fmt: skip
+    # states
+    "jamba": Family(
+        state.read_jamba,
+        defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "attn_layer_period": 8,
+                  "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
+    ),  # fmt: skip
+    "mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
+    "falcon_mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
+    "mamba2": Family(
+        state.read_mamba2,
+        defaults={"expand": 2, "conv_kernel": 4, "state_size": 128, "n_groups": 8, "num_heads": 128, "head_dim": 64},
+        root="backbone.layers",
+    ),
+    "nemotron_h": Family(
+        state.read_nemotron_h, defaults=NEMOTRON_H, ssm_dtype=("mamba_ssm_cache_dtype", "float32"),
+    ),  # fmt: skip
+    "granitemoehybrid": Family(state.read_granite, defaults=GRANITE_HYBRID),
+    "zamba2": Family(state.read_zamba2, defaults=ZAMBA_2),
+    "falcon_h1": Family(
+        state.read_falcon_h1,
+        defaults={"max_position_embeddings": 8192, "num_key_value_heads": 8, "mamba_d_ssm": 1024,
+                  "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
+                  "mamba_d_conv": 4, "mamba_expand": 2},
+    ),  # fmt: skip
+    "qwen3_next": Family(state.read_delta_net, defaults=DELTA_NET),
+    "qwen3_5_text": Family(
+        state.read_delta_net, defaults=DELTA_NET | {"num_key_value_heads": 4}, ssm_dtype=("mamba_ssm_dtype", "auto")
+    ),
+    "qwen3_5_moe_text": Family(
+        state.read_delta_net, defaults=DELTA_NET, ssm_dtype=("mamba_ssm_dtype", "auto")
+    ),
+    "olmo_hybrid": Family(
+        state.read_delta_net,
+        defaults={"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 30,
+                  "linear_num_value_heads": 30, "linear_key_head_dim": 96, "linear_value_head_dim": 192},
+    ),  # fmt: skip
+    "lfm2": Family(
+        state.read_lfm2, defaults={"max_position_embeddings": 128000, "num_key_value_heads": 8, "conv_L_cache": 3}
+    ),
+    "lfm2_moe": Family(
+        state.read_lfm2, {"width": "hidden_size"},
+        {"max_position_embeddings": 128000, "num_key_value_heads": 8, "conv_L_cache": 3},
+    ),  # fmt: skip
 }

@@ -46,6 +46,11 @@ class Fields:
                     return values[name]
         return default
 
+    def declares(self, name: str) -> bool:
+        """Whether the field is written down, even as null or zero."""
+        self.used.add(name)
+        return name in self.values or name in self.defaults
+
     def has(self, *names: str) -> bool:
         return self.get(*names) is not None
 
@@ -62,6 +67,15 @@ class Fields:
             raise self.wrong(names, value, "it must be positive" if least == 1 else f"at least {least} is expected")
         if value > most:
             raise self.wrong(names, value, f"at most {most} is sensible")
+        return value
+
+    def number(self, *names: str) -> float:
+        """A positive number; raises ``ConfigError`` where it is missing or none."""
+        value = self.get(*names)
+        if value is None:
+            raise self.missing(*names)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_COUNT:
+            raise self.wrong(names, value, "a positive number is expected")
         return value
 
     def layer_count(self, *names: str) -> int:

@@ -6,7 +6,7 @@ Sizes are the whole model's; ``spec`` divides them by the tensor parallel size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from decodebench.models.options import OptionError
 from decodebench.specs import (
@@ -16,9 +16,7 @@ from decodebench.specs import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
-    cdiv,
 )
 
 
@@ -171,7 +169,7 @@ class IndexerLayer:
         return self.num_heads
 
     def spec(self, r: Resolved) -> KVCacheSpec:
-        content = self.head_dim + cdiv(self.head_dim, 128) * 4
+        content = self.head_dim + self.head_dim // 128 * 4
         return MLAAttentionSpec(
             block_size=r.block_size, num_kv_heads=1, head_size=content, dtype="uint8", packed="fp8_indexer",
             cache_role="INDEXER", kernel_block_tokens=64,
@@ -276,25 +274,20 @@ MAMBA_TYPES = {
     "linear": "LINEAR",
 }  # fmt: skip
 
-Layer = AttentionLayer | LatentLayer | IndexerLayer | StateLayer
 
 
-@dataclass(frozen=True)
-class FixedLayer:
-    """A layer whose spec needs more than the facts above: a function of what was resolved."""
+class Layer(Protocol):
+    """What every kind of layer offers."""
 
-    mixer: ClassVar[str] = "packed"
-    name: str
-    num_heads: int
-    make_spec: object
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mixer(self) -> str:
+        """How the layer mixes tokens: attention, mla, indexer, packed, or the kind of its state."""
 
     def query_heads(self, tp: int = 1) -> int:
-        return split(self.num_heads, tp, "the query heads")
+        """Query heads on one of ``tp`` ranks."""
 
     def spec(self, r: Resolved) -> KVCacheSpec:
-        return self.make_spec(r)
-
-
-def sliding_latent(r: Resolved, **fields) -> SlidingWindowMLASpec:
-    """A window over latent vectors or compressor states, one head."""
-    return SlidingWindowMLASpec(num_kv_heads=1, **fields)
+        """What the layer stores on one rank."""

@@ -98,6 +98,8 @@ class Model:
         self._check_parallel(options)
         dtype = self.dtype if options.dtype == "auto" else options.dtype
         kv_cache_dtype = self.kv_cache_dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        if self.kv_cache_dtype == "fp8_ds_mla" and kv_cache_dtype.startswith("fp8"):
+            kv_cache_dtype = "fp8_ds_mla"
         kernel = options.kernel_block_size or self.kernel_block_size
         block = DEFAULT_BLOCK_SIZE if DEFAULT_BLOCK_SIZE % kernel == 0 else kernel
         resolved = Resolved(
@@ -203,7 +205,7 @@ LENGTH_FIELDS = (
 SCALED_ROPES = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
-def model_length(f: Fields) -> dict:
+def model_length(f: Fields, outer: Fields) -> dict:
     """Fields of ``Model`` about the length of a request."""
     lengths = [f.integer(name) for name in LENGTH_FIELDS if f.has(name)]
     if not lengths:
@@ -211,7 +213,7 @@ def model_length(f: Fields) -> dict:
     longest = f.optional("model_max_length")
     derived: float = longest or min(lengths)
     ropes = _ropes(f)
-    model_type = str(f.get("model_type", default=""))
+    model_type = str(outer.get("model_type", default=""))
     if "gemma3" not in model_type:
         factors = [rope.get("factor") for rope in ropes if rope_type(rope) not in SCALED_ROPES]
         derived *= next((x for x in reversed(factors) if isinstance(x, (int, float))), 1)
@@ -257,8 +259,8 @@ def checkpoint_kv_dtype(f: Fields) -> str:
     if not isinstance(quant, Mapping):
         return "auto"
     scheme = quant.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8:
-        return "fp8"
+    if isinstance(scheme, Mapping):
+        return {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits"), "auto")
     inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
     algorithm = str(inner.get("kv_cache_quant_algo") or "").lower()
     return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(algorithm, "auto")

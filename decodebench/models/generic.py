@@ -1,0 +1,71 @@
+"""Reader of models that no other reader knows, by the names that fields commonly have."""
+
+from __future__ import annotations
+
+from decodebench.models import latent, state
+from decodebench.models.attention import CHUNKED, FULL, SLIDING, heads, window
+from decodebench.models.families import Family
+from decodebench.models.fields import Fields
+from decodebench.models.layers import AttentionLayer, Layer, StateLayer
+
+MAMBA = {"mamba", "mamba2"}
+LINEAR = {"linear_attention"}
+CONVOLUTION = {"conv", "short_conv"}
+NOTHING = {"mlp", "moe"}
+
+
+def read_generic(f: Fields, root: str) -> list[Layer]:
+    """A layer per entry of ``layer_types``, or attention throughout; what a type stores is told by its fields.
+
+    Raises ``ConfigError`` for a layer type that is not known, or one whose fields are missing.
+    """
+    length = f.layer_count()
+    known = FULL | SLIDING | CHUNKED | MAMBA | LINEAR | CONVOLUTION | NOTHING
+    types = f.listing("layer_types", "layers_block_type", length=length, choices=known)
+    if types is None and state_fields(f):
+        raise f.missing("layer_types", "layers_block_type")
+    span = window(f)
+    types = types or ["sliding_attention" if span else "full_attention"] * length
+    layers: list[Layer] = []
+    for i, kind in enumerate(types):
+        if kind not in NOTHING:
+            layers.append(generic_layer(f, f"{root}.{i}", kind, span))
+    return layers
+
+
+def generic_layer(f: Fields, path: str, kind: str, span: int | None) -> Layer:
+    if kind in MAMBA | LINEAR | CONVOLUTION:
+        return generic_state(f, path, kind)
+    if f.has("kv_lora_rank"):
+        return latent.latent(f, f"{path}.self_attn.attn")
+    if kind in SLIDING and span is None:
+        raise f.missing("sliding_window")
+    return AttentionLayer(
+        f"{path}.self_attn.attn", *heads(f), sliding_window=span if kind in SLIDING else None,
+        attention_chunk_size=f.integer("attention_chunk_size") if kind in CHUNKED else None,
+    )  # fmt: skip
+
+
+def generic_state(f: Fields, path: str, kind: str) -> StateLayer:
+    """Which recurrence it is, by which fields are there."""
+    if kind in CONVOLUTION:
+        channels = f.integer("conv_dim", "hidden_size")
+        return StateLayer(f"{path}.short_conv", "short_conv", f.integer("conv_L_cache", "conv_kernel"), channels)
+    if f.has("linear_num_value_heads"):
+        return state.delta_net(f, f"{path}.linear_attn")
+    if f.has("mamba_n_heads"):
+        return state.granite_state(f, f"{path}.mixer", state.inner_size(f))
+    if f.has("mamba_d_state"):
+        return StateLayer(
+            f"{path}.mixer", "mamba1", f.integer("mamba_d_conv"), channels=state.inner_size(f),
+            state_size=f.integer("mamba_d_state"),
+        )  # fmt: skip
+    raise f.missing("linear_num_value_heads", "mamba_n_heads", "mamba_d_state")
+
+
+def state_fields(f: Fields) -> bool:
+    """Whether the config speaks of states at all."""
+    return any(name.startswith(("mamba_", "linear_num_", "ssm_", "conv_L")) for name in f.values)
+
+
+GENERIC = Family(read_generic, kernel_block_size=16)

@@ -1,0 +1,89 @@
+"""Reader of DeepSeek-V4: compressed latent attention, its windows, and the states of its compressors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from decodebench.models.fields import Fields
+from decodebench.models.layers import Layer, Resolved, split
+from decodebench.models.options import OptionError
+from decodebench.specs import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+
+#: bytes of one entry: 448 of nope in fp8, 128 of rope, 8 of scales; pages are whole 576-byte rows
+ENTRY_BYTES = 584
+PAGE_GRAIN = 576
+#: compression ratio → tokens a block of compressor states
+STATE_BLOCK = {4: 4, 128: 8}
+WINDOW_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One cache of a compressed attention. ``part``: latent, window, indexer or compressor.
+
+    ``width`` values an entry; ``ratio`` tokens are compressed into one entry.
+    """
+
+    mixer: ClassVar[str] = "packed"
+    name: str
+    num_heads: int
+    part: str
+    width: int
+    ratio: int = 1
+    sliding_window: int = 0
+
+    def query_heads(self, tp: int = 1) -> int:
+        return split(self.num_heads, tp, "the query heads")
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        if r.kv_cache_dtype != "fp8_ds_mla":
+            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed as fp8_ds_mla; "
+                              "leave it at auto")  # fmt: skip
+        if self.part == "compressor":
+            return SlidingWindowMLASpec(
+                block_size=STATE_BLOCK[self.ratio], num_kv_heads=1, head_size=self.width, dtype="float32",
+                sliding_window=self.sliding_window, alignment=PAGE_GRAIN,
+            )  # fmt: skip
+        if self.part == "indexer":
+            return MLAAttentionSpec(
+                block_size=r.block_size, num_kv_heads=1, head_size=self.width, dtype="uint8", packed="fp8_indexer",
+                tokens_per_state=self.ratio, alignment=PAGE_GRAIN,
+            )  # fmt: skip
+        latent = {
+            "num_kv_heads": 1, "head_size": self.width, "dtype": "uint8", "packed": "fp8_ds_mla",
+            "state_content_bytes": ENTRY_BYTES, "alignment": PAGE_GRAIN,
+        }  # fmt: skip
+        if self.part == "window":
+            return SlidingWindowMLASpec(block_size=WINDOW_BLOCK, sliding_window=self.sliding_window, **latent)
+        return MLAAttentionSpec(
+            block_size=r.block_size, tokens_per_state=self.ratio, kernel_block_tokens=r.kernel_block_size, **latent
+        )
+
+
+def read_deepseek_v4(f: Fields, root: str) -> list[Layer]:
+    """A window in every layer; beside it entries of 4 tokens with an indexer, or of 128 tokens."""
+    ratios = f.listing("compress_ratios", length=f.layer_count(), choices={0, 1, 4, 128})
+    if ratios is None:
+        raise f.missing("compress_ratios")
+    heads, width = f.integer("num_attention_heads"), f.integer("head_dim")
+    layers: list[Layer] = []
+    for i, ratio in enumerate(ratios):
+        name = f"{root}.{i}.attn"
+        if ratio == 4:
+            index = f.integer("index_head_dim")
+            layers.append(PackedLayer(f"{name}.indexer.k_cache", heads, "indexer", index + index // 128 * 4, ratio))
+            layers.append(_compressor(f"{name}.indexer", heads, index, ratio))
+        layers.append(PackedLayer(f"{name}.swa_cache", heads, "window", width, 1, f.integer("sliding_window")))
+        if ratio > 1:
+            layers.append(PackedLayer(name, heads, "latent", width, ratio))
+            layers.append(_compressor(name, heads, width, ratio))
+    return layers
+
+
+def _compressor(name: str, heads: int, width: int, ratio: int) -> PackedLayer:
+    """Keys and scores of the tokens that are still to be compressed; ratio 4 overlaps its windows."""
+    overlap = 2 if ratio == 4 else 1
+    return PackedLayer(
+        f"{name}.compressor.state_cache", heads, "compressor", 2 * overlap * width, ratio, overlap * ratio
+    )
