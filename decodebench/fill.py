@@ -22,7 +22,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache as memoize
+from importlib import import_module
+from importlib.util import find_spec
 from math import isfinite
+from types import ModuleType
 
 import torch
 
@@ -242,6 +245,15 @@ class Normal(Values):
         """Where in the noise the row of (layer index, block, part) starts."""
         return (block * BLOCK_STRIDE + layer * LAYER_STRIDE + part * PART_STRIDE) % self.period(dtype)
 
+    def window(self, span: Span) -> dict[str, object]:
+        """The rule of the module's text for the rows of a span, as the Triton kernel takes it."""
+        dtype = span.part.dtype
+        return {
+            "bank": self.bank(dtype, span.bits.device), "period": self.period(dtype),
+            "shift": span.first_layer * LAYER_STRIDE + span.part_index * PART_STRIDE,
+            "shift_of_layer": LAYER_STRIDE, "shift_of_block": BLOCK_STRIDE,
+        }  # fmt: skip
+
     def sources(self, target, dtype, layer, block, step, part):
         bank, (layers, rows, columns) = self.bank(dtype, target.device), target.shape
         spread = (layers - 1) * LAYER_STRIDE
@@ -397,8 +409,14 @@ def _fill_span(span: Span, group_runs: list[tuple[int, int, int]], values: Value
     number = source.number(span.part.dtype)
     zeroed = span.part.zeros_only and number == 0
     rows = sum(count for _, count, _ in group_runs)
+    ids = [start + i * step for start, count, step in group_runs for i in range(count)]
+    kernel = _kernel(span.bits.device)
+    if kernel is not None and (number is not None or isinstance(source, Normal)):
+        noise = source.window(span) if number is None else {}
+        kernel.write(span.bits, ids, number, **noise)
+        report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
+        return
     if number is not None and _indexed_is_faster(span, rows, len(group_runs)):
-        ids = [start + i * step for start, count, step in group_runs for i in range(count)]
         span.bits.index_fill_(1, torch.tensor(ids, device=span.bits.device), number)
         report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
         return
@@ -409,6 +427,14 @@ def _fill_span(span: Span, group_runs: list[tuple[int, int, int]], values: Value
         ):
             _write(piece, content)
             report.count(piece.numel() * piece.itemsize, zeroed)
+
+
+@memoize
+def _kernel(device: torch.device) -> ModuleType | None:
+    """The Triton kernel's module where it can be used: one launch a view, whatever the rows."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    return import_module("decodebench.kernels.rows")
 
 
 def _indexed_is_faster(span: Span, rows: int, num_runs: int) -> bool:

@@ -1,6 +1,8 @@
 """Fills: the right bytes in the right rows, nothing else, and read back exactly."""
 
+import importlib
 import math
+import sys
 
 import pytest
 import torch
@@ -501,3 +503,52 @@ def test_the_null_block_is_written_only_where_a_fault_asks_for_it():
     cache = allocate(make_layout([[attention()]]))
     fill_rows(cache, [[0, 1]], Constant(), allow_null_block=True)
     assert inspect_rows(cache, 0, Constant()).states[0, :2].tolist() == [FILLED, FILLED]
+
+
+# -- on a GPU, in Triton's interpreter ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """The Triton kernel in the interpreter: it has to be imported with TRITON_INTERPRET set."""
+    pytest.importorskip("triton", reason="Triton is not installed (optional extra)")
+    name = "decodebench.kernels.rows"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.delitem(sys.modules, name, raising=False)
+        yield importlib.import_module(name)
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("values", ALL_VALUES, ids=name_of)
+@pytest.mark.parametrize(
+    ("order", "dtype"), [("LBNHC", "bfloat16"), ("BLHNC", "float32"), ("BLHNC", "float8_e4m3fn")]
+)
+def test_the_triton_kernel_writes_the_same_bytes(values, order, dtype, kernel, monkeypatch):
+    monkeypatch.setattr(fill, "_kernel", lambda device: kernel)
+    spec = attention(block_size=9, heads=8, head_size=33, dtype=dtype)  # 4,752 elements: one tile and a bit
+    state = MambaSpec(
+        block_size=16, shapes=((3, 8), (2, 4, 8)), dtypes=("bfloat16", "float32"), page_size_padded=spec.page_size_bytes
+    )
+    cache = allocate(make_layout([[spec] * 2, [state] * 2], num_blocks=4, order=order))
+    rows = [[1, 3], [2]]
+    report = fill_rows(cache, rows, values)
+    assert torch.equal(cache.storage, expected_storage(cache, rows, values))
+    assert report.bytes_written == report.bytes_needed
+    if not isinstance(values, Tags):
+        assert report.writes == 3  # one launch for attention, one for each part of the states
+
+
+def test_the_triton_kernel_follows_the_noise_around_its_period(kernel):
+    period = NOISE.period("bfloat16")
+    bits = torch.zeros((2, 3, 5000), dtype=torch.int16)
+    bank = NOISE.bank("bfloat16", torch.device("cpu"))
+    shift = period - 4200  # the first tile ends behind the period, the second begins behind it
+    kernel.write(
+        bits, [2], None, bank=bank, period=period, shift=shift, shift_of_layer=fill.LAYER_STRIDE,
+        shift_of_block=fill.BLOCK_STRIDE,
+    )  # fmt: skip
+    for layer in range(2):
+        where = (shift + layer * fill.LAYER_STRIDE + 2 * fill.BLOCK_STRIDE + torch.arange(5000)) % period
+        assert torch.equal(bits[layer, 2], bank[where])
+    assert (bits[:, :2] == 0).all()

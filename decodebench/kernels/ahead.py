@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decodebench.kernels import gpu
+from decodebench.kernels import gpu, rows
 
 #: architecture → shared memory one block may ask for, in bytes (CUDA programming guide, opt-in maximum)
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -56,6 +56,13 @@ def _state(kernel, pointers: str, integers: str, floats: str = "", state=tl.bflo
     signature |= dict.fromkeys((f"{name}_ptr" for name in pointers.split()), "*fp32")
     signature |= dict.fromkeys(integers.split(), "i64") | dict.fromkeys(floats.split(), "fp32")
     return kernel, signature, constants, {}
+
+
+def _rows(bits: str, noise: bool) -> tuple:
+    integers = "columns tiles layer_stride block_stride shift shift_of_layer shift_of_block period"
+    signature = {"target_ptr": bits, "ids_ptr": "*i64", "bank_ptr": bits, "number": "i32"}
+    constants = {"NOISE": noise, "TILE": rows.TILE}
+    return rows.fill_kernel, signature | dict.fromkeys(integers.split(), "i64"), constants, {}
 
 
 def variants() -> dict[str, tuple]:
@@ -101,6 +108,9 @@ def variants() -> dict[str, tuple]:
             gpu.delta_update, **delta, state=fp32, HEADS=32, DV=128, DK=128, DK_TILE=128, TILE=32,
             PER_CHANNEL=True,
         ),
+        "fill constant fp32": _rows("*i32", noise=False),
+        "fill noise bf16": _rows("*i16", noise=True),
+        "fill noise fp8": _rows("*u8", noise=True),
     }  # fmt: skip
 
 
