@@ -290,9 +290,12 @@ def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
 
 def _fitted(prepared: Prepared, budget: int) -> Prepared:
     """With the length that fits, where it was to be found; raises where the length asked for does not fit."""
+    for group in prepared.groups:
+        for name, spec in zip(group.layer_names, group.layer_specs):
+            if spec.page_size_bytes == 0:
+                raise LayoutRefused(f"layer {name}: a block of {spec.block_size} tokens holds no entry: "
+                                    "give a larger block size")  # fmt: skip
     block = prepared.bytes_per_block()
-    if block == 0:
-        raise LayoutRefused("a block of these layers holds no bytes: give a larger block size")
     usable = budget - block  # the null block is never anybody's
 
     def needed(length: int) -> int:
@@ -315,6 +318,13 @@ def _fitted(prepared: Prepared, budget: int) -> Prepared:
         f"{_gib(usable)} are there: {advice}; give more memory or a shorter max_model_len",
         fits or None,
     )
+
+
+def auto_fit(prepared: Prepared, budget: int) -> dict:
+    """The length that fits where the one asked for does not, and the blocks it is served with."""
+    longest = replace(prepared, options=replace(prepared.options, max_model_len="auto"))
+    layout = layout_for(longest, budget)
+    return {"max_model_len": layout.max_model_len, "num_blocks": layout.num_blocks}
 
 
 def longest_fitting(needed: Callable[[int], int], usable: int, longest: int) -> int:
@@ -454,3 +464,64 @@ def _sizes(pages: set[int]) -> str:
 
 def _gib(number: int) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**27 else f"{number:,} bytes"
+
+
+# -- strategies side by side -----------------------------------------------------------------------
+
+#: what ``compare`` shows where nothing else is asked for
+COMPARED = ("hybrid", "packed", "promoted", "separate", "fixed(2)", "fixed(4)", "fixed(8)", "per_layer")
+
+
+def compare(
+    model: Model | str | Mapping, memory: int | str = DEFAULT_MEMORY, strategies: Sequence[str] = COMPARED,
+    length: int | None = None, block_size: int | None = None, **options,
+) -> pd.DataFrame:  # fmt: skip
+    """A row a strategy: groups, blocks, what fits, what is wasted; a refused one with its reason.
+
+    ``length``: tokens a request, for concurrency, cost and waste (default: the maximum length).
+    Sizes in bytes, waste as shares of the memory. See ``plan`` for the other arguments.
+    """
+    import pandas as pd
+
+    return pd.DataFrame(compare_rows(model, memory, strategies, length, block_size, **options))
+
+
+def compare_rows(
+    model: Model | str | Mapping, memory: int | str = DEFAULT_MEMORY, strategies: Sequence[str] = COMPARED,
+    length: int | None = None, block_size: int | None = None, **options,
+) -> list[dict]:  # fmt: skip
+    """``compare`` without pandas; raises where the model itself is bad, not where a strategy refuses it."""
+    parse_memory(memory)
+    CacheOptions.of(options | {"block_size": block_size})
+    model = model if _are_specs(model) else load_model(model)
+    if length is not None and length < 1:
+        raise LayoutRefused(f"length {length}: a request has at least one token")
+    rows = []
+    for name in strategies:
+        strategy(name)
+        try:
+            layout = plan(model, memory, block_size, grouping=name, **options)
+        except DecodebenchError as error:
+            rows.append({"strategy": name, "status": "refused", "reason": str(error)})
+            continue
+        rows.append({"strategy": name, "status": "ok", "reason": None} | facts(layout, length))
+    return rows
+
+
+def facts(layout: KVCacheConfig, length: int | None = None) -> dict:
+    """A layout as one row of numbers; waste as shares of the memory."""
+    c = layout.capacity(length)
+    return {
+        "memory_order": layout.memory_order,
+        "groups": len(layout.groups),
+        "pools": len(layout.pool_num_blocks),
+        "num_blocks": sum(layout.pool_num_blocks),
+        "bytes_per_block": max(layout.bytes_per_block(pool) for pool in range(len(layout.pool_num_blocks))),
+        "length": c.length,
+        "blocks_per_request": sum(c.blocks_per_request),
+        "concurrency": c.concurrency,
+        "tokens": c.tokens,
+        "tokens_old": c.tokens_old,
+        "intercept_bytes": c.intercept_bytes,
+        "slope_bytes": c.slope_bytes,
+    } | {f"waste_{cause}": share for cause, share in layout.waste(length).shares().items() if cause != "content"}

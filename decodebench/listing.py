@@ -107,6 +107,43 @@ def html_table(layout: KVCacheConfig) -> str:
     )
 
 
+COMPARISON = {
+    "strategy": "strategy", "groups": "groups", "num_blocks": "blocks", "bytes_per_block": "bytes/block",
+    "blocks_per_request": "blocks/request", "concurrency": "requests", "tokens": "tokens",
+    "intercept_bytes": "bytes/request", "slope_bytes": "bytes/token", "waste_padding_layers": "padding layers",
+    "waste_padded_pages": "padded pages", "waste_last_block": "last block", "waste_reserve": "reserve",
+}  # fmt: skip
+
+
+def comparison(name: str, budget: int, compared: list[dict]) -> str:
+    """Strategies side by side, and below them why some are refused."""
+    table = [list(COMPARISON.values())]
+    for row in compared:
+        if row["status"] == "ok":
+            table.append([_cell(column, row[column]) for column in COMPARISON])
+    length = next((row["length"] for row in compared if row["status"] == "ok"), 0)
+    widths = [max(len(row[i]) for row in table) for i in range(len(COMPARISON))]
+    lines = [f"{name} in {budget / 2**30:.2f} GiB, requests of {length:,} tokens", ""]
+    for n, cells in enumerate(table):
+        aligned = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths)))
+        lines.append("  ".join(aligned).rstrip())
+        if n == 0:
+            lines.append("  ".join("-" * w for w in widths))
+    refused = [row for row in compared if row["status"] != "ok"]
+    return "\n".join(lines + [""] * bool(refused) + [f"{row['strategy']}: refused: {row['reason']}" for row in refused])
+
+
+def _cell(column: str, value) -> str:
+    if column.startswith("waste_"):
+        return f"{value:.2%}"
+    return value if isinstance(value, str) else f"{value:,.2f}" if column == "concurrency" else f"{value:,.0f}"
+
+
+def refusal(error: Exception) -> dict:
+    """Why there is no layout at all, as in an engine's dump."""
+    return {"type": type(error).__name__, "message": str(error)}
+
+
 # -- JSON, in the form of an engine's dump ---------------------------------------------------------
 
 

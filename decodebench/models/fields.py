@@ -162,5 +162,5 @@ def _unknown(text: str, data: Path) -> str:
 
     names = sorted(p.parent.name for p in data.glob("*/config.json"))
     near = difflib.get_close_matches(text, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else "."
     return f"{text}: neither a file nor a known model{hint} Known are {', '.join(names)}"
