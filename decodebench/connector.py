@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from decodebench.blocks import NULL_BLOCK, Batch
 from decodebench.cache import Cache, bind
-from decodebench.fill import Constant, FillReport, Values, fill_rows, merge_rows
+from decodebench.fill import Constant, FillReport, Normal, Values, Zeros, fill_rows, merge_rows
 from decodebench.layout import KVCacheConfig
 from decodebench.specs import (
     AttentionSpec,
@@ -190,8 +190,9 @@ class ConnectorScheduler:
 class ConnectorWorker:
     """Worker half: has ``fill`` write the rows it is handed, each once a step.
 
-    ``counters``: steps with a fill, rows and bytes written, bytes needed, rows asked for (a row
-    asked for twice is written once), seconds spent filling.
+    ``counters``: steps with a fill; rows asked for (requests that share a row ask for it each) and
+    rows written; bytes needed (each row's once) and bytes written; seconds spent filling, and the
+    part of them spent after the step had begun, which must stay 0.
     """
 
     def __init__(
@@ -205,31 +206,37 @@ class ConnectorWorker:
         self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
         self.cache: Cache | None = None
         self.counters = {
-            "fills": 0, "rows_asked": 0, "rows_written": 0, "bytes_needed": 0, "bytes_written": 0, "seconds": 0.0,
+            "fills": 0, "rows_asked": 0, "rows_written": 0, "bytes_needed": 0, "bytes_written": 0,
+            "seconds": 0.0, "seconds_in_step": 0.0,
         }  # fmt: skip
-        #: rows written by the last step, per group: what an audit compares with
-        self.last_rows: tuple[tuple[int, ...], ...] = tuple(() for _ in layout.groups)
 
     def register_kv_caches(self, kv_caches: Cache | Mapping) -> None:
         """Take a cache of ours, or an engine's tensors per layer (checked: ``CacheMismatch``)."""
         self.cache = kv_caches if isinstance(kv_caches, Cache) else bind(self.layout, kv_caches)
         if self.startup_filled:
             rows = [
-                range(1, self.layout.num_blocks_of(group)) if group in self.startup_filled else ()
+                tuple(range(1, self.layout.num_blocks_of(group))) if group in self.startup_filled else ()
                 for group in range(len(self.layout.groups))
             ]
-            self._record(self.write([tuple(r) for r in rows]), sum(map(len, rows)))
+            self._count(rows, [self.write(rows)], asked=sum(map(len, rows)))
 
     def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
-        """Fill a step's rows; returns when they are written.
+        """Fill a step's rows; they are written when this returns.
 
         Raises ``ConnectorError`` before ``register_kv_caches``, ``FillRefused`` for rows that do
         not exist, before the first byte is written.
         """
         if self.cache is None:
             raise ConnectorError("no KV caches are registered: call register_kv_caches first")
-        asked = sum(len(rows) for fill in meta.requests for rows in fill.rows)
-        return self._record(self.write(self.merge(meta)), asked)
+        reports = self.fill_step(meta)
+        self._count(
+            ConnectorWorker.merge(self, meta), reports,
+            asked=sum(len(rows) for fill in meta.requests for rows in fill.rows),
+        )  # fmt: skip
+        return reports[0]
+
+    def wait_for_layer_load(self, layer: str) -> None:
+        """Called by the running step before a layer; nothing is left to wait for."""
 
     # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
 
@@ -241,17 +248,23 @@ class ConnectorWorker:
         groups = range(len(self.layout.groups))
         return [merge_rows(fill.rows[group] for fill in meta.requests) for group in groups]
 
+    def fill_step(self, meta: ConnectorMetadata) -> list[FillReport]:
+        return [self.write(self.merge(meta))]
+
     def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
-        self.last_rows = tuple(tuple(r) for r in rows)
         return fill_rows(self.cache, rows, self.values)
 
-    def _record(self, report: FillReport, asked: int) -> FillReport:
-        for name, amount in (
-            ("fills", 1), ("rows_asked", asked), ("rows_written", sum(report.rows)), ("seconds", report.seconds),
-            ("bytes_needed", report.bytes_needed), ("bytes_written", report.bytes_written),
-        ):  # fmt: skip
-            self.counters[name] += amount
-        return report
+    def _count(self, needed: Sequence[Sequence[int]], reports: Sequence[FillReport], asked: int) -> None:
+        self.counters["fills"] += 1
+        self.counters["rows_asked"] += asked
+        self.counters["bytes_needed"] += sum(
+            len(rows) * sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
+            for rows, group in zip(needed, self.layout.groups)
+        )
+        for report in reports:
+            self.counters["rows_written"] += sum(report.rows)
+            self.counters["bytes_written"] += report.bytes_written
+            self.counters["seconds"] += report.seconds
 
 
 def describe(layout: KVCacheConfig, group: int) -> str:
@@ -260,9 +273,26 @@ def describe(layout: KVCacheConfig, group: int) -> str:
     return f"group {group} ({spec.kind}, first layer {spec.layer_names[0]!r})"
 
 
-def run_connector(
-    scheduler: ConnectorScheduler, worker: ConnectorWorker, batch: Batch
-) -> FillReport:
+def zero_new_blocks(cache: Cache, batch: Batch) -> None:
+    """What the engine does before a step where its layout asks for it: zero the attention blocks it handed out.
+
+    Blocks of a prefix hit are not new.
+    """
+    layout = cache.layout
+    if not layout.needs_kv_cache_zeroing:
+        return
+    new = [
+        merge_rows(
+            [block_id for block_id in blocks.block_ids[g][blocks.num_computed // layout.tokens_per_block(g):] if block_id]
+            for blocks in batch.requests
+        )
+        if isinstance(group.kv_cache_spec, AttentionSpec) else ()
+        for g, group in enumerate(layout.groups)
+    ]  # fmt: skip
+    fill_rows(cache, new, Zeros())
+
+
+def run_connector(scheduler: ConnectorScheduler, worker: ConnectorWorker, batch: Batch) -> FillReport:
     """Admit a batch through both halves, as an engine's first step would."""
     for blocks in batch.requests:
         external, _ = scheduler.get_num_new_matched_tokens(blocks, blocks.num_computed)
@@ -275,8 +305,12 @@ def fill_cache(
 ) -> FillReport:
     """Fill everything that the batch's next decode step reads, each group at its own blocks.
 
-    ``fault`` switches one of the connector's historic defects on (``decodebench.FAULTS``).
+    ``values``: ``Normal()`` by default, whose content tells every layer and block apart, so that
+    ``audit`` can say where a stray byte came from. ``fault`` switches one of the connector's
+    historic defects on (``decodebench.FAULTS``). Raises ``DecodebenchError`` subclasses that name
+    group, layer and block before the first byte is written.
     """
+    values = Normal() if values is None else values
     if fault is None:
         halves = ConnectorScheduler(cache.layout), ConnectorWorker(cache.layout, values)
     else:
@@ -284,4 +318,6 @@ def fill_cache(
 
         halves = faulty_halves(cache.layout, fault, values)
     halves[1].register_kv_caches(cache)
+    if halves[1].startup_filled:
+        zero_new_blocks(cache, batch)
     return run_connector(*halves, batch)

@@ -62,13 +62,15 @@ class FillFailed(DecodebenchError):
 class FillReport:
     """What a fill wrote.
 
-    ``rows[g]``: rows written in group g (one row = one block of all the group's layers).
+    ``rows[g]``: rows written in group g (one row = one block of all the group's layers);
+    ``block_ids[g]``: which.
     ``bytes_needed``: bytes of the parts of all rows asked for, each once; ``bytes_zeroed`` of them
     hold no plain numbers and were zeroed. ``seconds`` includes waiting for the device,
     ``prepare_seconds`` is checking and drawing the noise bank (once per ``Values``).
     """
 
     rows: list[int] = field(default_factory=list)
+    block_ids: list[tuple[int, ...]] = field(default_factory=list, repr=False)
     bytes_needed: int = 0
     bytes_written: int = 0
     bytes_zeroed: int = 0
@@ -376,7 +378,7 @@ def fill_rows(
     check_rows(cache.layout, rows_by_group, allow_null_block)
     spans = [cache.spans(group) if rows else [] for group, rows in enumerate(rows_by_group)]
     values.prepare(_value_dtypes(spans, values), cache.device)
-    report = FillReport(rows=[0] * len(rows_by_group))
+    report = FillReport(rows=[0] * len(rows_by_group), block_ids=[()] * len(rows_by_group))
     for group_spans, rows in zip(spans, rows_by_group):
         report.bytes_needed += len(rows) * sum(s.view.shape[0] * s.part.nbytes for s in group_spans)
     started = time.perf_counter()
@@ -386,7 +388,7 @@ def fill_rows(
             group_runs = runs(rows)
             for span in group_spans:
                 _fill_span(span, group_runs, values, report)
-            report.rows[group] = len(rows)
+            report.rows[group], report.block_ids[group] = len(rows), tuple(rows)
     except RuntimeError as error:
         raise FillFailed(f"the fill broke after {report.bytes_written} bytes: {error}", report) from error
     finally:
