@@ -6,6 +6,7 @@ byte read that nobody had to fill.
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ from decodebench.specs import (
 )
 
 ATTENTION = {"num_kv_heads": 2, "head_size": 32}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small shapes gain nothing from threads, and lose much beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def attention_specs(block_size, dtype="bfloat16"):
@@ -137,6 +147,7 @@ def test_visible_positions(n, window, chunk):
     assert decode.visible(specs["window"], n) == decode.visible(specs["window as full"], n) == window
     assert decode.visible(specs["chunk"], n) == chunk
     assert decode.visible(specs["cross"], n, 37) == (0, 37)
+    assert decode.visible(specs["cross"], n) == (0, 64)
 
 
 def test_bytes_by_hand():
@@ -253,7 +264,8 @@ def test_inputs_are_seeded():
 
 def one(tokens=40, table=((1, 2, 3),), specs=None, layout=None):
     layout = layout or layout_of(specs or {"full": attention_specs(16)["full"]}, 8, layers=1)
-    return layout, Batch(layout, (RequestBlocks(Request("req-7", tokens), 0, table),))
+    request = SimpleNamespace(request_id="req-7", num_tokens=tokens, encoder_tokens=None)
+    return layout, Batch(layout, (RequestBlocks(request, 0, table),))
 
 
 @pytest.mark.parametrize("tokens, table, message", [
@@ -363,3 +375,30 @@ def test_a17_a_fill_inside_the_step_is_seen():
     seconds = timing.measure(fill, min_seconds=0.05).median
     assert decode.holds_fill(timing.measure(filling_step, min_seconds=0.05), resident, seconds)
     assert not decode.holds_fill(resident, resident, seconds)
+
+
+# --- tables for notebooks ---------------------------------------------------------------------------------
+
+
+def test_latency_table(monkeypatch):
+    monkeypatch.setattr("decodebench.decode.measure.bandwidth", lambda device: SPEED)
+    settings = [{"block_size": 16}, {"block_size": 48, "context": [100, 40]}]
+    settings.append({"block_size": 16, "context": 10**9})
+    table = decode.latency_table(
+        settings, model="tiny-llama", requests=2, context=64, layers=1, min_seconds=0.01, backend="torch"
+    )
+    assert list(table["kind"]) == ["step", "full_attention", "step", "full_attention", "step"]
+    assert list(table["block_tokens"].dropna()) == [16, 48]
+    assert table["median_s"].notna().tolist() == [True] * 4 + [False]
+    assert "takes requests of at most" in table["failed"].iloc[-1]
+    step, kind = table.iloc[0], table.iloc[1]
+    assert step["bytes_moved"] == kind["bytes_moved"] > 0 and step["num_requests"] == 2
+
+
+def test_a_small_cache_stays_small():
+    with pytest.raises(DecodeError, match="fewer requests"):
+        decode.small_cache("tiny-llama", requests=4, context=2000, max_bytes=1 << 20)
+    cache, batch = decode.small_cache("tiny-llama", requests=1, context=40, values=None)
+    assert all(out.isnan().any() for out in prepare_step(cache, batch).outputs().values()), "poison shows"
+    cache, batch = decode.small_cache("tiny-llama", requests=3, context=40)
+    assert not any(out.isnan().any() for out in prepare_step(cache, batch).outputs().values())

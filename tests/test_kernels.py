@@ -5,6 +5,9 @@ filled, so a backend that reads one byte more returns NaN.
 """
 
 import importlib
+import os
+import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from math import prod
@@ -16,28 +19,29 @@ from decodebench.kernels import cpp, eager, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Triton interprets only where it was told so before its first import: a process of its own, see below
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = ["triton"] if INTERPRETED else []
 NO_TRITON = "Triton is not installed (optional extra)"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason=NO_TRITON)
 needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=f"no compiled backend: {cpp.why_not()}")
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    """The Triton backend in the interpreter: it has to be imported with TRITON_INTERPRET set."""
-    if find_spec("triton") is None:
-        pytest.skip(NO_TRITON)
-    name = "decodebench.kernels.gpu"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.delitem(sys.modules, name, raising=False)
-        yield importlib.import_module(name)
-        sys.modules.pop(name, None)
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small shapes gain nothing from threads, and lose much beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-def backend_named(name, request):
+def backend_named(name):
+    if name == "triton":
+        return importlib.import_module("decodebench.kernels.gpu")
     if name == "cpp" and cpp.why_not():
         pytest.skip(cpp.why_not())
-    return request.getfixturevalue("interpreted") if name == "triton" else {"cpp": cpp, "torch": eager}[name]
+    return {"cpp": cpp, "torch": eager}[name]
 
 
 def pages(blocks, entries, heads, width, dtype, order="LBNHC", pad_bytes=0):
@@ -96,30 +100,30 @@ RAGGED = ((0, 70), (33, 95))
 BLOCK_SIZES = (1, 7, 16, 48, 528, 784, 1024)
 
 
-@pytest.mark.parametrize("name", ["cpp", "torch", "triton"])
+@pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
 @pytest.mark.parametrize("entries", BLOCK_SIZES)
-def test_attention_any_block_size_and_order(name, order, entries, request):
-    backend = backend_named(name, request)
+def test_attention_any_block_size_and_order(name, order, entries):
+    backend = backend_named(name)
     long = 2 * entries + 5 if entries > 100 and name != "triton" else 90
     ranges = ((0, long), (min(33, long - 1), long - 2), (long - 1, long))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_attention(backend, *attention_case(entries, ranges, dtype=dtype, order=order, pad_bytes=64))
 
 
-@pytest.mark.parametrize("name", ["cpp", "torch", "triton"])
+@pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
-def test_attention_float8_caches(name, dtype, order, request):
+def test_attention_float8_caches(name, dtype, order):
     case = attention_case(16, RAGGED, dtype=dtype, order=order, pad_bytes=3)
-    check_attention(backend_named(name, request), *case)
+    check_attention(backend_named(name), *case)
 
 
 @pytest.mark.parametrize("name", ["cpp", "torch"])
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_float8_decoding_of_every_byte(name, dtype, request):
+def test_float8_decoding_of_every_byte(name, dtype):
     """One token a byte value, softmax over one token: the output is the value itself."""
-    backend = backend_named(name, request)
+    backend = backend_named(name)
     codes = torch.arange(256, dtype=torch.uint8)
     want = codes.view(dtype).float()
     view = codes.view(256, 1, 1, 1).expand(256, 1, 1, 32).contiguous().view(dtype)
@@ -133,42 +137,42 @@ def test_float8_decoding_of_every_byte(name, dtype, request):
     assert torch.equal(got[finite], want[finite])
 
 
-@pytest.mark.parametrize("name", ["cpp", "torch", "triton"])
+@pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
 @pytest.mark.parametrize("shape", [
     {"group": 1, "heads": 3}, {"group": 4, "heads": 2, "dk": 128, "dv": 128},
     {"group": 7, "heads": 1, "dk": 80, "dv": 80}, {"group": 16, "heads": 1, "dk": 192, "dv": 128},
     {"group": 5, "heads": 1, "dk": 96, "dv": 96},
 ], ids=str)  # fmt: skip
-def test_attention_shapes(name, shape, request):
-    backend = backend_named(name, request)
+def test_attention_shapes(name, shape):
+    backend = backend_named(name)
     for dtype in (torch.float32, torch.bfloat16):
         check_attention(backend, *attention_case(16, RAGGED, dtype=dtype, runs=True, **shape))
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", *TRITON])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entries", [7, 64])
-def test_latent_attention(name, dtype, entries, request):
+def test_latent_attention(name, dtype, entries):
     """MLA, absorbed: 576 wide keys whose first 512 columns are the values."""
     case = attention_case(entries, RAGGED, heads=1, group=20, dk=576, dv=512, latent=True, dtype=dtype)
-    check_attention(backend_named(name, request), *case)
+    check_attention(backend_named(name), *case)
 
 
-@pytest.mark.parametrize("name", ["cpp", "torch", "triton"])
-def test_an_empty_range_gives_zeros(name, request):
+@pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
+def test_an_empty_range_gives_zeros(name):
     case, options = attention_case(16, ((0, 20), (5, 5)))
-    got = backend_named(name, request).attend(*case, **options)
+    got = backend_named(name).attend(*case, **options)
     assert torch.count_nonzero(got[1]) == 0 and not got[0].isnan().any()
 
 
-@pytest.mark.parametrize("name", ["cpp", "torch", "triton"])
+@pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
 @pytest.mark.parametrize("column", [0, 63, 64, 127])
-def test_poison_in_any_required_byte_shows(name, column, request):
+def test_poison_in_any_required_byte_shows(name, column):
     """The poison tests mean something: a NaN at one column of one key or value reaches the output."""
     case, options = attention_case(16, ((0, 40),))
     q, view, table, _, _ = case
     view[table[0, 1].long(), 0, 3, column] = torch.nan
-    assert backend_named(name, request).attend(*case, **options)[0, 0].isnan().any()
+    assert backend_named(name).attend(*case, **options)[0, 0].isnan().any()
 
 
 def test_attention_views_a_run_without_a_gather():
@@ -210,13 +214,13 @@ def state_case(kind, state_dtype, pad_bytes=48, blocks=6, batch=2, speculative=0
     return raw, parts, rows, reference.state_inputs(kind, parts, batch, random)
 
 
-@pytest.mark.parametrize("name", ["cpp", "torch", "eager", "triton"])
+@pytest.mark.parametrize("name", ["cpp", "torch", "eager", *TRITON])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", list(SHAPES))
-def test_state_steps(name, dtype, kind, request, monkeypatch):
+def test_state_steps(name, dtype, kind, monkeypatch):
     if name == "eager":  # the torch backend on a machine without a compiler
         monkeypatch.setattr(eager.cpp, "why_not", lambda: "no compiler")
-    backend = eager if name == "eager" else backend_named(name, request)
+    backend = eager if name == "eager" else backend_named(name)
     raw, parts, rows, inputs = state_case(kind, dtype)
     if name in ("cpp", "triton") and backend.can_update(kind, parts):
         pytest.skip(backend.can_update(kind, parts))
@@ -235,10 +239,10 @@ def test_state_steps(name, dtype, kind, request, monkeypatch):
     assert (raw[others] == 0xFF).all() and (raw[:, -48:] == 0xFF).all(), "a byte outside was written"
 
 
-@pytest.mark.parametrize("name", ["cpp", "triton"])
-def test_wider_convolution_states_of_speculation(name, request):
+@pytest.mark.parametrize("name", ["cpp", *TRITON])
+def test_wider_convolution_states_of_speculation(name):
     """With speculative tokens the state holds more inputs than the kernel has taps: the last ones count."""
-    backend = backend_named(name, request)
+    backend = backend_named(name)
     raw, parts, rows, inputs = state_case("short_conv", torch.bfloat16, speculative=2)
     inputs["weight"] = inputs["weight"][:, :3].contiguous()
     _, exact, _, _ = state_case("short_conv", torch.bfloat16, speculative=2)
@@ -302,6 +306,18 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 @needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that interprets")
+def test_triton_in_the_interpreter():
+    """Every test above that names a backend, with Triton's kernels run on the CPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "triton"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 48, done.stdout[-300:]
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="interpreted functions do not compile")
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_ahead_and_fit(arch):
     from decodebench.kernels import ahead
@@ -312,8 +328,75 @@ def test_kernels_compile_ahead_and_fit(arch):
 
 
 @needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="interpreted functions do not compile")
 def test_kernels_compile_for_odd_strides():
     from decodebench.kernels import ahead
 
     names = ["attention bf16 4×128", "attention e4m3 4×128"]
     assert all(c.fits for c in ahead.compile_ahead([90], names, aligned=False))
+
+
+# --- on a GPU (none was at hand when these were written: they have never run) ---------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def on_gpu(case):
+    q, view, table, start, stop = case
+    moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="cuda")
+    moved.view(torch.uint8).copy_(view.view(torch.uint8))
+    return q.cuda(), moved, table.cuda(), start.cuda(), stop.cuda()
+
+
+@needs_gpu
+@needs_triton
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
+@pytest.mark.parametrize("entries", BLOCK_SIZES)
+def test_triton_attention_on_a_gpu(entries, order):
+    from decodebench.kernels import gpu
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, *FP8):
+        case, options = attention_case(entries, ((0, 90), (33, 88)), dtype=dtype, order=order)
+        check_attention(gpu, on_gpu(case), options)
+    case, options = attention_case(entries, RAGGED, heads=1, group=128, dk=576, dv=512, latent=True)
+    check_attention(gpu, on_gpu(case), options)
+
+
+@needs_gpu
+@needs_triton
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2", "gdn", "kda", "short_conv"])
+def test_triton_states_on_a_gpu(kind):
+    from decodebench.kernels import gpu
+
+    _, parts, rows, inputs = state_case(kind, torch.float32)
+    want = reference.state_step(kind, {n: p.clone() for n, p in parts.items()}, rows, inputs)
+    moved = {n: p.cuda() for n, p in parts.items()}
+    got = gpu.state_step(kind, moved, rows.cuda(), {n: x.cuda() for n, x in inputs.items()})
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)
+
+
+@needs_gpu
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="FlashInfer is not installed (optional)")
+@pytest.mark.parametrize("entries", [16, 48, 784])
+def test_flashinfer_agrees(entries):
+    """A library kernel over the same pages: token-major, keys and values apart for it."""
+    import flashinfer
+
+    from decodebench.kernels import gpu
+
+    case, options = attention_case(entries, ((0, 2000), (0, 333)), group=4, dk=128, dv=128)
+    q, view, table, start, stop = on_gpu(case)
+    needed = [-(-n // entries) for n in stop.tolist()]
+    indptr = torch.tensor([0, *torch.tensor(needed).cumsum(0)], dtype=torch.int32)
+    indices = torch.cat([row[:n] for row, n in zip(table, needed)])
+    last = torch.tensor([(n - 1) % entries + 1 for n in stop.tolist()], dtype=torch.int32)
+    pages = view.transpose(1, 2).nan_to_num()  # it may read what lies behind the last token
+    scratch = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(scratch)
+    wrapper.plan(
+        indptr.cuda(), indices, last.cuda(), q.shape[1], view.shape[1], 128, entries,
+        q_data_type=q.dtype, kv_data_type=view.dtype,
+    )  # fmt: skip
+    theirs = wrapper.run(q, (pages[..., :128].contiguous(), pages[..., 128:].contiguous()))
+    ours = gpu.attend(q, view, table, start, stop, **options)
+    assert ((theirs - ours).float().norm() / ours.float().norm()).item() < 1e-2

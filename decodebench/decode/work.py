@@ -40,10 +40,13 @@ class LayerWork:
     bytes_updated: int = 0
 
 
-def visible(spec: KVCacheSpec, num_tokens: int, encoder_tokens: int = 0) -> tuple[int, int]:
-    """Positions [start, stop) that the new token attends to, itself (position n - 1) included."""
+def visible(spec: KVCacheSpec, num_tokens: int, encoder_tokens: int | None = None) -> tuple[int, int]:
+    """Positions [start, stop) that the new token attends to, itself (position n - 1) included.
+
+    Cross attention: the encoder's tokens, all that the layout reserves for where None.
+    """
     if isinstance(spec, CrossAttentionSpec):
-        return 0, encoder_tokens
+        return 0, spec.max_encoder_tokens if encoder_tokens is None else encoder_tokens
     start = spec.num_skipped_tokens(num_tokens - 1)
     if isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None:
         start = max(0, num_tokens - spec.sliding_window)
