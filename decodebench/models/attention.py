@@ -231,8 +231,23 @@ def read_whisper(f: Fields, root: str) -> list[Layer]:
     return layers
 
 
-def read_gpt2(f: Fields, root: str, count: str = "n_head", width: str = "n_embd", depth: str = "n_layer") -> list[Layer]:
+def read_multi_head(
+    f: Fields, root: str, path: str, count: str = "num_attention_heads", width: str = "hidden_size",
+    depth: str = "num_hidden_layers",
+) -> list[Layer]:  # fmt: skip
     """As many KV heads as query heads, under older names."""
     n = f.integer(count, "num_attention_heads")
     size = f.integer(width, "hidden_size") // n
-    return [AttentionLayer(f"{root}.{i}.attn.attn", n, n, size) for i in range(f.layer_count(depth, "num_hidden_layers"))]
+    if size < 1:
+        raise f.wrong((count,), n, "more heads than values")
+    return [AttentionLayer(f"{root}.{i}.{path}", n, n, size) for i in range(f.layer_count(depth, "num_hidden_layers"))]
+
+
+def read_falcon(f: Fields, root: str) -> list[Layer]:
+    """One KV head for all, unless the newer architecture says how many."""
+    count = f.integer("num_attention_heads", "n_head")
+    new, one = f.get("new_decoder_architecture", default=False), f.get("multi_query", default=True)
+    kv_heads = f.integer("n_head_kv", "num_kv_heads", default=count) if new or not one else 1
+    size = f.integer("hidden_size") // count
+    length = f.layer_count("num_hidden_layers", "n_layer")
+    return [AttentionLayer(f"{root}.{i}.self_attention.attn", count, kv_heads, size) for i in range(length)]

@@ -124,7 +124,20 @@ FAMILIES: dict[str, Family] = {
     "smollm3": full(32768, kv_heads=4),
     "internlm3": full(32768),
     "mimo": full(32768),
-    "gpt2": Family(attention.read_gpt2, {}, {}, root="transformer.h"),
+    "gpt2": Family(
+        attention.read_multi_head, {"path": "attn.attn", "count": "n_head", "width": "n_embd", "depth": "n_layer"},
+        {"n_positions": 1024}, root="transformer.h",
+    ),  # fmt: skip
+    "gpt_neox": Family(attention.read_multi_head, {"path": "attention.attn"}, {"max_position_embeddings": 2048}),
+    "opt": Family(
+        attention.read_multi_head, {"path": "self_attn.attn"}, {"max_position_embeddings": 2048},
+        root="model.decoder.layers",
+    ),  # fmt: skip
+    "bloom": Family(
+        attention.read_multi_head, {"path": "self_attention.attn", "count": "n_head", "depth": "n_layer"},
+        root="transformer.h",
+    ),  # fmt: skip
+    "falcon": Family(attention.read_falcon, defaults={"max_position_embeddings": 2048}, root="transformer.h"),
     # windows beside full attention
     "gemma2": attending(8192, kv_heads=4, head_dim=256, sliding_window=4096, types=every(2)),
     "gemma3_text": Family(

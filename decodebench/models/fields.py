@@ -22,8 +22,9 @@ class ConfigError(DecodebenchError):
 class Fields:
     """The fields of one config, with the defaults of its family behind them.
 
-    A field that is absent or null takes the family's default, then the caller's. ``used`` collects
-    the names that were asked for: they are the ones that shape the cache.
+    A field that is absent takes the family's default, then the caller's; one that is null takes the
+    caller's alone, as in the config classes. ``used`` collects the names that were asked for: they
+    are the ones that shape the cache.
     """
 
     def __init__(self, values: Mapping, source: str, defaults: Mapping | None = None) -> None:
@@ -40,10 +41,13 @@ class Fields:
     def get(self, *names: str, default=None):
         """The first of these fields that is there, as it is; ``default`` where none is."""
         self.used.update(names)
-        for values in (self.values, self.defaults):
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        if not any(name in self.values for name in names):
             for name in names:
-                if values.get(name) is not None:
-                    return values[name]
+                if self.defaults.get(name) is not None:
+                    return self.defaults[name]
         return default
 
     def declares(self, name: str) -> bool:
