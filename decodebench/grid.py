@@ -53,6 +53,8 @@ class Case:
     shared_prefix: int = 0
     #: "auto", "fp8", "fp8_e5m2" …
     kv_cache_dtype: str = "auto"
+    #: dtype of recurrent states; "auto": the checkpoint's
+    mamba_ssm_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     enable_prefix_caching: bool = True
@@ -67,6 +69,8 @@ class Case:
     device: str = "cpu"
     #: caches flushed before every step
     cold: bool = False
+    #: decode steps are timed for at least this long
+    min_seconds: float = 0.3
     seed: int = 0
 
     @property
@@ -149,7 +153,7 @@ def _values(key: str, value) -> list:
 
 _TYPES = {
     "int": (int,), "int | None": (int, type(None)), "bool": (bool,), "str": (str,), "str | None": (str, type(None)),
-    "int | str | None": (int, str, type(None)),
+    "int | str | None": (int, str, type(None)), "float": (float, int),
 }  # fmt: skip
 
 

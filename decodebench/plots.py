@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decodebench.display import (
     EMPTY, FAINT, GREEN, INK, MARKERS, MUTED, ORANGE, PALETTE, SKY, VERMILLION, Chart,
-    chart, plain_number, share_text, styled,
+    bytes_text, chart, plain_number, share_text, styled,
 )  # fmt: skip
 
 #: state of a (layer, block) page → colour and what it means; drawn in this order
@@ -349,10 +349,9 @@ def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
     """Total waste against the block size in use, a line a model."""
     frame = table[table["status"] == "ok"].copy()
     frame["waste"] = frame[list(WASTE)].sum(axis=1)
-    frame["in use"] = frame["group_block_sizes"].str.split(",").map(lambda sizes: max(map(int, sizes)))
-    frame = frame.drop_duplicates(["model", "in use"])
+    frame = frame.drop_duplicates(["model", "block_in_use"])
     return lines(
-        frame, "in use", "waste", "model", name="waste-by-block-size", title=title, subtitle=subtitle,
+        frame, "block_in_use", "waste", "model", name="waste-by-block-size", title=title, subtitle=subtitle,
         x_label="block size in use (tokens)", y_label="share of the memory", percent=True,
     )  # fmt: skip
 
@@ -397,3 +396,53 @@ def limit_share(table, x: str, title: str, subtitle: str = "", series: str = "mo
         frame, x, "limit_share", series, name=name, title=title, subtitle=subtitle, x_label=x.replace("_", " ") + " (tokens)",
         y_label="of this machine's measured limit", percent=True,
     )  # fmt: skip
+
+
+def block_growth(table, title: str, subtitle: str = "") -> Chart:
+    """Block size in use by the types of cache and state, a bar a combination (a sweep's table)."""
+    types = {"auto": "bfloat16"}
+    label = table["kv_cache_dtype"].replace(types) + " cache, " + table["mamba_ssm_cache_dtype"].replace(types) + " states"
+    return bars(
+        table.assign(label=label), "label", {"block_in_use": "block size"}, name="block-growth", title=title,
+        subtitle=subtitle, x_label="tokens that one block covers",
+    )  # fmt: skip
+
+
+# -- what the numbers say, in one line -------------------------------------------------------------
+
+
+def ratio_verdict(table) -> str:
+    """What one global block size misses at the largest ratio of block sizes, and what the grouped connector does."""
+    good, bad = table[table["fault"].isna()], table[table["fault"].notna()]
+    worst = bad.loc[bad["worst_group_coverage"].astype(float).idxmin()]
+    return (
+        f"Dividing by each group's own block size fills {share_text(float(good['coverage'].min()))} of what decode reads; one size "
+        f"for all groups leaves a group at {share_text(float(worst['worst_group_coverage']))} where sizes differ by "
+        f"{worst['block_size_ratio']:.3g}x."
+    )
+
+
+def grouping_verdict(table, own: str = "hybrid") -> str:
+    """How far the best other grouping is from vLLM's own, by model."""
+    said = []
+    for model, rows in table[table["status"] == "ok"].groupby("model", sort=False):
+        fits = rows.set_index("grouping")["concurrency"].astype(float)
+        if own not in fits:
+            continue
+        best, worst = fits.idxmax(), fits.idxmin()
+        gain = fits[best] / fits[own] - 1
+        best_text = f"{best} fits {gain:.0%} more" if gain > 0.005 else "no other fits more"
+        worst_text = f", {worst} {1 - fits[worst] / fits[own]:.0%} fewer" if fits[worst] < 0.995 * fits[own] else ""
+        said.append(f"{model}: {best_text}{worst_text}")
+    return f"Against vLLM's {own} grouping, " + "; ".join(said) + "."
+
+
+def capacity_verdict(table) -> str:
+    """The dearest start and the dearest token among the models of a sweep."""
+    rows = table[table["status"] == "ok"].drop_duplicates("model", keep="last")
+    start = rows.loc[rows["intercept_bytes"].astype(float).idxmax()]
+    token = rows.loc[rows["slope_bytes"].astype(float).idxmax()]
+    return (
+        f"A request costs most to start on {start['model']} ({bytes_text(float(start['intercept_bytes']))} whatever its length) "
+        f"and most for each token on {token['model']} ({bytes_text(float(token['slope_bytes']))})."
+    )

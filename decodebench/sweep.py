@@ -38,17 +38,18 @@ _AXIS_MEANINGS = {
     "block_size": "block size asked for; empty: vLLM's choice", "grouping": "strategy that made the groups",
     "memory_order": "order asked for; empty: vLLM's choice", "context": "tokens a request, or a mix",
     "batch": "requests", "shared_prefix": "tokens hit in the prefix cache",
-    "kv_cache_dtype": "KV cache type asked for", "tensor_parallel_size": "TP", "decode_context_parallel_size": "DCP",
+    "kv_cache_dtype": "KV cache type asked for", "mamba_ssm_cache_dtype": "type of recurrent states asked for", "tensor_parallel_size": "TP", "decode_context_parallel_size": "DCP",
     "enable_prefix_caching": "states kept at block boundaries", "max_model_len": "length asked for",
     "fault": "historic defect switched on; empty: none", "values": "what was written",
     "backend": "decode implementation", "device": "where", "cold": "caches flushed before every step",
-    "seed": "of values, block tables and queries",
+    "min_seconds": "time for the clock", "seed": "of values, block tables and queries",
 }  # fmt: skip
 _AXIS_DTYPES = {
     "block_size": "Int64", "batch": "Int64", "shared_prefix": "Int64", "tensor_parallel_size": "Int64",
     "decode_context_parallel_size": "Int64", "enable_prefix_caching": "boolean", "cold": "boolean", "seed": "Int64",
+    "min_seconds": "Float64",
 }  # fmt: skip
-_AXIS_UNITS = {"block_size": "tokens", "batch": "requests", "shared_prefix": "tokens", "context": "tokens"}
+_AXIS_UNITS = {"block_size": "tokens", "batch": "requests", "shared_prefix": "tokens", "context": "tokens", "min_seconds": "s"}
 
 #: the documented schema of a result table: its columns, in order
 COLUMNS: dict[str, Column] = {
@@ -66,6 +67,7 @@ COLUMNS: dict[str, Column] = {
     "layers": Column("Int64", "", "layers with a cache"),
     "group_block_sizes": Column("string", "tokens", "block size of each group, in order"),
     "group_kinds": Column("string", "", "kind of each group, in order"),
+    "block_in_use": Column("Int64", "tokens", "largest block size of the groups"),
     "block_size_ratio": Column("Float64", "", "largest over smallest block size of the groups"),
     "bytes_per_block": Column("Int64", "bytes", "what one block id costs: pages of the widest group"),
     "num_blocks": Column("Int64", "blocks", "blocks that the budget gives, null blocks included"),
@@ -99,8 +101,11 @@ COLUMNS: dict[str, Column] = {
     "steps": Column("Int64", "", "steps measured", "decode"),
     "bytes_moved": Column("Int64", "bytes", "bytes a step must read and write", "decode"),
     "gb_per_s": Column("Float64", "GB/s", "bytes moved over the median", "decode"),
+    "limit_s": Column("Float64", "s", "what the memory needs for these bytes, measured in this process", "decode"),
     "limit_share": Column("Float64", "share", "of the bandwidth measured in the same process", "decode"),
+    "backend_used": Column("string", "", "implementation that ran", "decode"),
     "clock": Column("string", "", "how time was taken", "decode"),
+    "notes": Column("string", "", "fallbacks taken, and what limits the measurement", "decode"),
 }
 
 DTYPES = {name: column.dtype for name, column in COLUMNS.items()}
@@ -227,6 +232,7 @@ def _layout(case: Case, made: dict) -> dict:
         memory_order=case.memory_order, kv_cache_dtype=case.kv_cache_dtype,
         tensor_parallel_size=case.tensor_parallel_size, max_model_len=case.max_model_len,
         decode_context_parallel_size=case.decode_context_parallel_size,
+        mamba_ssm_cache_dtype=case.mamba_ssm_cache_dtype,
         enable_prefix_caching=case.enable_prefix_caching,
     )  # fmt: skip
     contexts = case.contexts
@@ -239,12 +245,26 @@ def _layout(case: Case, made: dict) -> dict:
     waste = layout.waste(max(contexts)).shares()
     return {
         "groups": len(layout.groups), "layers": len(layout.layer_names),
-        "group_block_sizes": ",".join(map(str, sizes)), "block_size_ratio": max(sizes) / min(sizes),
+        "group_block_sizes": ",".join(map(str, sizes)), "block_in_use": max(sizes), "block_size_ratio": max(sizes) / min(sizes),
         "group_kinds": ",".join(group.kind for group in layout.groups),
         "bytes_per_block": layout.bytes_per_block(), "num_blocks": sum(layout.pool_num_blocks),
         "blocks_per_request": mean, "concurrency": longest.concurrency, "tokens": longest.tokens,
         "intercept_bytes": longest.intercept_bytes, "slope_bytes": longest.slope_bytes,
         **{f"waste_{cause}": share for cause, share in waste.items() if cause != "content"},
+    }  # fmt: skip
+
+
+def _decode(case: Case, made: dict) -> dict:
+    from decodebench import decode
+
+    measured = decode.measure_decode(
+        made["cache"], made["batch"], case.backend, cold=case.cold, seed=case.seed, min_seconds=case.min_seconds
+    )
+    timing = measured.timing.to_dict()
+    return {name: timing[name] for name in ("median_s", "q1_s", "q3_s", "p10_s", "p90_s", "steps", "clock")} | {
+        "bytes_moved": measured.bytes_read + measured.bytes_written, "gb_per_s": measured.gbps,
+        "limit_s": measured.limit, "limit_share": measured.share, "backend_used": measured.backend,
+        "notes": "; ".join((*measured.fallbacks, *measured.notes)) or None,
     }  # fmt: skip
 
 
