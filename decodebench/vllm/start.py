@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from decodebench.models import DATA
-
 #: models of data/models that a CPU runs in no time, one for each kind of hybrid
 TINY = ("tiny-nemotron-h", "tiny-granite-hybrid", "tiny-gemma3", "tiny-llama")
 
@@ -80,6 +78,8 @@ def engine(
     from vllm.distributed import cleanup_dist_env_and_memory
 
     if str(model) in TINY:
+        from decodebench.models import DATA
+
         model = FORWARD | json.loads((DATA / str(model) / "config.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, Mapping):
