@@ -258,7 +258,7 @@ def _delta(layer: StateLayer, tp: int, spec_tokens: int):
 
 
 def _short_conv(layer: StateLayer, tp: int, spec_tokens: int):
-    return ((layer.conv_width - 1, split(layer.channels, tp, f"{layer.name}'s channels")),)
+    return ((layer.conv_width - 1 + spec_tokens, split(layer.channels, tp, f"{layer.name}'s channels")),)
 
 
 def _linear(layer: StateLayer, tp: int, spec_tokens: int):

@@ -132,8 +132,12 @@ class Model:
         spec = attention.spec(r)
         assert isinstance(spec, AttentionSpec)
         token_bytes = spec.num_kv_heads * spec.entry_bytes
+        # vLLM sizes short convolutions without their speculative rows when it aligns pages
+        plain = replace(r, num_speculative_tokens=0)
         state_page = max(
-            layer.spec(r).unpadded_page_size_bytes for layer in self.layers if isinstance(layer, StateLayer)
+            layer.spec(plain if layer.mixer == "short_conv" else r).unpadded_page_size_bytes
+            for layer in self.layers
+            if isinstance(layer, StateLayer)
         )
         grain = max(r.kernel_block_size, r.block_size)
         if isinstance(attention, LatentLayer):
