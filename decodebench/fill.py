@@ -324,18 +324,12 @@ def runs(rows: Sequence[int]) -> list[tuple[int, int, int]]:
     """Sorted unique rows as (start, count, step): equally spaced rows are written at once."""
     found, i = [], 0
     while i < len(rows):
-        if i + 1 == len(rows):
-            found.append((rows[i], 1, 1))
-            break
-        step, j = rows[i + 1] - rows[i], i + 2
+        step = rows[i + 1] - rows[i] if i + 1 < len(rows) else 1
+        j = i + 1
         while j < len(rows) and rows[j] - rows[j - 1] == step:
             j += 1
-        if j - i == 2 and step > 1:  # two rows alone: the second may begin a longer run
-            found.append((rows[i], 1, 1))
-            i += 1
-        else:
-            found.append((rows[i], j - i, step))
-            i = j
+        found.append((rows[i], j - i, step))
+        i = j
     return found
 
 

@@ -121,6 +121,8 @@ def test_runs_cover_rows_once_and_in_order(rows):
 def test_equally_spaced_rows_are_one_run():
     assert runs(range(1, 100, 3)) == [(1, 33, 3)]
     assert runs([1, 2, 3, 7, 9, 11, 20]) == [(1, 3, 1), (7, 3, 2), (20, 1, 1)]
+    # two rows are always equally spaced: half as many writes for scattered ones
+    assert runs([1, 5, 7, 90]) == [(1, 2, 4), (7, 2, 83)]
 
 
 @settings(max_examples=50, deadline=None)
