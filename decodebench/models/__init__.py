@@ -65,11 +65,12 @@ def read_model(config: Mapping, name: str) -> Model:
     if not layers:
         raise ConfigError(f"{name}: no layer of this model stores anything: there is no cache to plan")
     field, default = family.ssm_dtype or ("", "auto")
+    lengths, dtype = model_length(f, outer), model_dtype(f, outer)
     return Model(
         name=name,
         model_type=model_type,
         source=str(config.get("_source", name)),
-        dtype=model_dtype(f, outer),
+        dtype=dtype,
         layers=tuple(layers),
         shared_layers=shared,
         generic=generic,
@@ -78,7 +79,7 @@ def read_model(config: Mapping, name: str) -> Model:
         kv_cache_dtype=family.kv_cache_dtype if family.kv_cache_dtype != "auto" else checkpoint_kv_dtype(outer),
         memory_order=family.memory_order,
         fields_used=tuple(sorted(f.used)),
-        **model_length(f, outer),
+        **lengths,
     )
 
 
