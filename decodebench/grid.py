@@ -63,7 +63,7 @@ class Case:
     #: a historic defect of the connector (A1 … A17), or null for the connector as it should be
     fault: str | None = None
     #: what is written: "constant", "normal", "zeros", or "unfilled" to leave the cache as allocated
-    values: str = "constant"
+    values: str = "normal"
     #: decode implementation; null: the fastest that runs on the device
     backend: str | None = None
     device: str = "cpu"

@@ -173,6 +173,38 @@ def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, handleheight=1.0)
 
 
+def pages(audit, batch):
+    """Every page that a request owns, or that somebody wrote, with its state: the table that ``page_maps`` draws.
+
+    Columns group, kind, layer, block, state; later states win (a required page that was overwritten
+    is clobbered, not filled).
+    """
+    import pandas as pd
+
+    from decodebench.coverage import required_rows
+
+    layout, state = audit.layout, {}
+    for group, spec in enumerate(layout.groups):
+        owned = {block for blocks in batch.requests for block in blocks.block_ids[group]} - {0}
+        state |= {(layer, block): "owned" for layer in spec.layer_names for block in owned}
+    for rows in required_rows(layout, batch):
+        group = layout.groups[rows.group]
+        for layer in rows.layers:
+            held = "zeroed" if all(part.zeros_only for part in group.layer_specs[layer].parts()) else "filled"
+            state |= {(group.layer_names[layer], int(block)): held for block in rows.block_ids}
+    for row in audit.rows.to_dict("records"):
+        layers = [row["layer"]] if row["layer"] else layout.groups[row["group"]].layer_names
+        state |= {(layer, int(row["block"])): row["state"] for layer in layers}
+    kinds = [group.kind for group in layout.groups]
+    order = {layer: i for i, layer in enumerate(layout.layer_names)}
+    group_of = layout.group_of
+    table = [
+        (group_of[layer], kinds[group_of[layer]], layer, block, held)
+        for (layer, block), held in sorted(state.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+    return pd.DataFrame(table, columns=["group", "kind", "layer", "block", "state"])
+
+
 @styled
 def page_maps(
     frames: Mapping[str, object], *, name: str, title: str, subtitle: str = "", num_blocks: int | None = None,
@@ -180,7 +212,7 @@ def page_maps(
 ) -> Chart:  # fmt: skip
     """Layers by blocks, one panel a table, side by side: what decode reads and what was written there.
 
-    Each table has a row a page with the columns group, layer, block, state (a key of ``PAGE_STATES``).
+    Each table is one of ``pages``: a row a page with group, kind, layer, block, state (a key of ``PAGE_STATES``).
     Groups share one pool: a block id belongs to one group, so its pages in other groups' rows stay blank.
     """
     first = next(iter(frames.values()))

@@ -254,6 +254,69 @@ def _layout(case: Case, made: dict) -> dict:
     }  # fmt: skip
 
 
+def _coverage(case: Case, made: dict) -> dict:
+    """From block ids: who would be filled. The connector's scheduler half runs, and nothing is allocated."""
+    from decodebench import blocks, coverage
+
+    layout = made["layout"]
+    batch = made["batch"] = blocks.admit(layout, context=list(case.contexts), shared_prefix=case.shared_prefix)
+    if case.values == "unfilled":
+        return _columns(coverage.plan_audit(layout, batch, [()] * len(layout.groups)))
+    return _columns(coverage.plan_audit(layout, batch, _planned_rows(layout, batch, case.fault)))
+
+
+def _planned_rows(layout, batch, fault: str | None) -> list[tuple[int, ...]]:
+    from decodebench import connector, faults
+
+    scheduler, worker = (
+        faults.faulty_halves(layout, fault) if fault
+        else (connector.ConnectorScheduler(layout), connector.ConnectorWorker(layout))
+    )  # fmt: skip
+    for request in batch.requests:
+        external, _ = scheduler.get_num_new_matched_tokens(request, request.num_computed)
+        scheduler.update_state_after_alloc(request, request.block_ids, external)
+    return worker.merge(scheduler.build_connector_meta())
+
+
+def _columns(audit) -> dict:
+    groups = audit.groups
+    return {
+        "required_pages": audit.required, "coverage": audit.coverage,
+        "worst_group_coverage": float(groups["coverage"].min()), "verdict": audit.verdict,
+        "stray_pages": int(groups["stray"].sum()), "clobbered_pages": int(groups["clobbered"].sum()),
+    }  # fmt: skip
+
+
+def _audit(case: Case, made: dict) -> dict:
+    """From bytes: a cache just large enough is filled and read back."""
+    import gc
+
+    from decodebench import connector, coverage
+    from decodebench.blocks import Batch
+    from decodebench.fill import Constant, Normal, Zeros
+
+    gc.collect()  # the cache of the case before must not lie beside this one
+    batch = made["batch"]
+    last = [1] * len(made["layout"].pool_num_blocks)
+    for group, spec in enumerate(made["layout"].groups):
+        last[spec.pool] = max([last[spec.pool], *(max(ids, default=1) for ids in batch.block_table(group))])
+    layout = made["layout"].with_num_blocks([n + 1 for n in last])
+    batch = made["batch"] = Batch(layout, batch.requests)
+    cache = made["cache"] = layout.allocate(case.device)
+    if case.values == "unfilled":
+        return {}
+    values = {"constant": Constant(), "normal": Normal(seed=case.seed), "zeros": Zeros()}[case.values]
+    report = connector.fill_cache(cache, batch, values, case.fault)
+    filled = {"fill_seconds": report.seconds, "fill_bytes": report.bytes_written}
+    if case.measure == "decode" and case.values != "normal":
+        return filled  # only values that tell layer and block apart can be audited
+    found = coverage.audit(cache, batch, values, report)
+    states = found.groups
+    return filled | _columns(found) | {
+        "wrong_pages": int(states["wrong"].sum()), "zeroed_pages": int(states["zeroed"].sum()),
+    }  # fmt: skip
+
+
 def _decode(case: Case, made: dict) -> dict:
     from decodebench import decode
 
@@ -268,7 +331,7 @@ def _decode(case: Case, made: dict) -> dict:
     }  # fmt: skip
 
 
-STAGES = {"layout": _layout}
+STAGES = {"layout": _layout, "coverage": _coverage, "audit": _audit, "decode": _decode}
 
 
 # -- comparing -----------------------------------------------------------------------------------
