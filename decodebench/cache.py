@@ -138,11 +138,14 @@ class Cache:
         part, or a dictionary by name where there are several.
         """
         places = self._places(layer)
+        if part is None and layer in self.logical:
+            return self.logical[layer]
         if part is None and len(places) > 1:
             return {place.part.name: self.view(layer, i) for i, place in enumerate(places)}
-        if layer in self.logical:
+        index = self._part_index(layer, part or 0)
+        if len(places) == 1 and layer in self.logical:
             return self.logical[layer]
-        place = places[self._part_index(layer, part or 0)]
+        place = places[index]
         rows = place.view()[0]
         spec = self.layout.layer_specs[layer]
         if not isinstance(spec, AttentionSpec) or place.part.zeros_only:
@@ -287,8 +290,8 @@ def bind(layout: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor | Sequence[
 
     A layer's entry is one tensor whose rows are blocks (typed or raw bytes, any order of heads
     and tokens inside a block, blocks any stride apart; ``num_blocks * r`` rows where the kernel's
-    blocks are r times smaller), keys and values in an outermost dimension of 2, or a list of one
-    tensor a part (states). Raises ``CacheMismatch`` naming layer, what came, what was expected.
+    blocks are r times smaller), keys and values in an outermost dimension of 2, ``[B, H, N, C]`` with
+    heads outside of blocks, or a list of one tensor a part (states). Raises ``CacheMismatch`` naming layer, what came, what was expected.
     """
     missing = [name for name in layout.layer_names if name not in kv_caches]
     if missing:
@@ -328,7 +331,10 @@ def _bind_tensor(layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.T
         wanted = " + ".join(f"{p.name} {p.dtype}" for p in parts)
         raise _mismatch(layer, tensor, f"dtype {wanted} (or raw int8/uint8 pages)")
     if tensor.ndim > 1 and tensor.shape[0] != num_blocks and tensor.shape[0] == 2 and len(parts) == 1:
-        return _bind_keys_and_values(layer, spec, num_blocks, tensor)
+        return _bind_sides(layer, spec, num_blocks, tensor, dict(zip("kv", tensor)), 1)
+    if tensor.ndim == 4 and len(parts) == 1 and not parts[0].zeros_only and _has_heads_outside(tensor):
+        heads = {f"kv.head{h}": tensor[:, h] for h in range(tensor.shape[1])}
+        return _bind_sides(layer, spec, num_blocks, tensor, heads, spec.num_kv_heads)
     rows, row_bytes, stride = _rows(layer, tensor)
     wanted = {spec.unpadded_page_size_bytes, spec.page_size_bytes}
     ratio, rest = divmod(rows, num_blocks)
@@ -343,19 +349,30 @@ def _bind_tensor(layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.T
     return tuple(replace(place, part=p, offset=place.offset + p.offset) for p in parts)
 
 
-def _bind_keys_and_values(layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor) -> tuple[Place, ...]:
-    """``[2, num_blocks, ...]``: keys of all blocks, then values of all blocks."""
-    if not isinstance(spec, AttentionSpec) or spec.packed or spec.head_size != spec.head_size_v:
-        raise _mismatch(layer, tensor, f"{num_blocks} rows: keys and values apart need equal head sizes")
-    half = replace(spec.parts()[0], shape=(spec.entries_per_block, spec.num_kv_heads, spec.head_size))
+def _has_heads_outside(tensor: torch.Tensor) -> bool:
+    """Whether ``[B, H, N, C]`` keeps other blocks or layers between two heads of a block."""
+    _, heads, entries, width = tensor.shape
+    return heads > 1 and tensor.stride()[2:] == (width, 1) and tensor.stride(1) > entries * width
+
+
+def _bind_sides(
+    layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor, sides: dict[str, torch.Tensor], heads: int
+) -> tuple[Place, ...]:
+    """A tensor whose keys and values (or heads) lie apart: a part a side, each ``[num_blocks, ...]``."""
+    plain = isinstance(spec, AttentionSpec) and not spec.packed
+    entries, all_heads, width = spec.parts()[0].shape if plain else (0, 0, 0)
+    if not plain or (heads == 1 and spec.head_size != spec.head_size_v) or len(sides) != max(2, heads):
+        raise _mismatch(layer, tensor, f"{num_blocks} rows (blocks), or keys and values of equal size apart")
+    shape = (entries, all_heads, spec.head_size) if heads == 1 else (entries, 1, width)
+    part = replace(spec.parts()[0], shape=shape)
     places = []
-    for name, side in zip("kv", tensor):
+    for name, side in sides.items():
         rows, row_bytes, stride = _rows(layer, side)
         ratio, rest = divmod(rows, num_blocks)
-        if rest or not ratio or ratio * row_bytes != half.nbytes or (ratio > 1 and stride != row_bytes):
-            raise _mismatch(layer, tensor, f"[2, {num_blocks}, ...] with {half.nbytes} bytes a block and side")
-        part = replace(half, name=name)
-        places.append(Place(part, side.untyped_storage(), _byte_offset(side), stride * ratio, num_blocks))
+        if rest or not ratio or ratio * row_bytes != part.nbytes or (ratio > 1 and stride != row_bytes):
+            raise _mismatch(layer, tensor, f"{num_blocks} blocks of {part.nbytes} bytes in each {name}")
+        named = replace(part, name=name)
+        places.append(Place(named, side.untyped_storage(), _byte_offset(side), stride * ratio, num_blocks))
     return tuple(places)
 
 

@@ -216,6 +216,21 @@ def test_keys_and_values_in_an_outermost_dimension():
     assert (tensor[1, 3] == 1).all() and tensor.sum() == 64
 
 
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_heads_outside_of_blocks(order):
+    layout = make_layout([[attention()] * 3])
+    raw = torch.zeros(layout.size // 2, dtype=torch.bfloat16)
+    cells = raw.view(3, 2, 8, 4, 16) if order == "LHBNC" else raw.view(8, 2, 3, 4, 16).permute(2, 1, 0, 3, 4)
+    tensors = {f"group0.layer{i}": cells[i].transpose(0, 1) for i in range(3)}
+    cache = bind(layout, tensors)
+    assert [part.name for part in cache.parts("group0.layer1")] == ["kv.head0", "kv.head1"]
+    assert [tuple(span.view.shape) for span in cache.spans(0)] == [(3, 8, 64)] * 2
+    for head in range(2):
+        cache.flat("group0.layer1", head)[5] = 1
+    assert (tensors["group0.layer1"][5] == 1).all() and raw.sum() == 128
+    assert cache.view("group0.layer1").shape == (8, 2, 4, 16)
+
+
 def test_mla_and_ring_pages_are_bound():
     mla = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=24, dtype="bfloat16")
     cache = bind(make_layout([[mla]]), {"group0.layer0": torch.zeros(8, 1, 4, 24, dtype=torch.bfloat16)})

@@ -307,7 +307,7 @@ def test_zeros_are_filled_where_zeros_were_asked_and_zeroed_elsewhere():
 
 
 def test_inspection_works_in_chunks_smaller_than_a_row(monkeypatch):
-    monkeypatch.setitem(fill.CHUNK_BYTES, "cpu", 64)
+    monkeypatch.setitem(fill.readback.CHUNK_BYTES, "cpu", 64)
     cache = allocate(make_layout([[attention()] * 2, [mamba(padded=256 + 64)] * 2][:1]))
     for values in (Constant(), NOISE, Tags()):
         cache.poison()
@@ -527,7 +527,7 @@ def kernel():
     ("order", "dtype"), [("LBNHC", "bfloat16"), ("BLHNC", "float32"), ("BLHNC", "float8_e4m3fn")]
 )
 def test_the_triton_kernel_writes_the_same_bytes(values, order, dtype, kernel, monkeypatch):
-    monkeypatch.setattr(fill, "_kernel", lambda device: kernel)
+    monkeypatch.setattr(fill.write, "_kernel", lambda device: kernel)
     spec = attention(block_size=9, heads=8, head_size=33, dtype=dtype)  # 4,752 elements: one tile and a bit
     state = MambaSpec(
         block_size=16, shapes=((3, 8), (2, 4, 8)), dtypes=("bfloat16", "float32"), page_size_padded=spec.page_size_bytes
