@@ -176,14 +176,15 @@ def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
 def pages(audit, batch):
     """Every page that a request owns, or that somebody wrote, with its state: the table that ``page_maps`` draws.
 
-    Columns group, kind, layer, block, state; later states win (a required page that was overwritten
-    is clobbered, not filled).
+    Columns group, kind, layer, block, state. A page that the step reads and somebody else overwrote is
+    ``wrong``; ``clobbered`` and ``stray`` are pages it does not read.
     """
     import pandas as pd
 
     from decodebench.coverage import required_rows
 
-    layout, state = audit.layout, {}
+    layout = audit.layout
+    state = {(layer, 0): "null" for layer in layout.layer_names}
     for group, spec in enumerate(layout.groups):
         owned = {block for blocks in batch.requests for block in blocks.block_ids[group]} - {0}
         state |= {(layer, block): "owned" for layer in spec.layer_names for block in owned}
@@ -194,7 +195,9 @@ def pages(audit, batch):
             state |= {(group.layer_names[layer], int(block)): held for block in rows.block_ids}
     for row in audit.rows.to_dict("records"):
         layers = [row["layer"]] if row["layer"] else layout.groups[row["group"]].layer_names
-        state |= {(layer, int(row["block"])): row["state"] for layer in layers}
+        for page in ((layer, int(row["block"])) for layer in layers):
+            read = state.get(page) in ("filled", "zeroed", "wrong", "uncovered")
+            state[page] = "wrong" if read and row["state"] in ("clobbered", "stray") else row["state"]
     kinds = [group.kind for group in layout.groups]
     order = {layer: i for i, layer in enumerate(layout.layer_names)}
     group_of = layout.group_of
