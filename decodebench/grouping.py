@@ -232,6 +232,11 @@ def packed(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
         if count == 1:
             groups.append(mixed_group(bucket.specs))
             continue
+        if not bucket.balanced or count > bucket.repeats:
+            raise GroupingRefused(
+                f"layers {_some(bucket.specs)}: pages of {', '.join(map(str, bucket.by_page))} bytes do not repeat "
+                f"evenly, and {count} groups of them are needed: give layers of one kind equally many of each size"
+            )
         pattern = list(zip(*bucket.by_page.values()))
         for i in range(count):
             names = [name for repeat in pattern[i::count] for name in repeat]

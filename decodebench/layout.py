@@ -275,6 +275,13 @@ def _are_specs(model: object) -> bool:
 
 def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
     """The layout of grouped layers in a budget of bytes; raises ``LayoutRefused`` as ``plan`` does."""
+    for group in prepared.groups:
+        for name, spec in zip(group.layer_names, group.layer_specs):
+            if isinstance(spec, AttentionSpec) and spec.block_size % spec.tokens_per_state:
+                raise LayoutRefused(
+                    f"layer {name}: a block of {spec.block_size} tokens does not hold whole entries of "
+                    f"{spec.tokens_per_state} tokens: give a block size that is a multiple of it"
+                )
     if len(prepared.pools) > 1:
         counts = split_memory(prepared, budget)
     else:
@@ -290,11 +297,6 @@ def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
 
 def _fitted(prepared: Prepared, budget: int) -> Prepared:
     """With the length that fits, where it was to be found; raises where the length asked for does not fit."""
-    for group in prepared.groups:
-        for name, spec in zip(group.layer_names, group.layer_specs):
-            if spec.page_size_bytes == 0:
-                raise LayoutRefused(f"layer {name}: a block of {spec.block_size} tokens holds no entry: "
-                                    "give a larger block size")  # fmt: skip
     block = prepared.bytes_per_block()
     usable = budget - block  # the null block is never anybody's
 
@@ -455,6 +457,13 @@ def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str) ->
             raise LayoutRefused(
                 f"memory order {memory_order}: pages of different sizes ({_sizes(pages)}) in several groups need "
                 "block-outermost memory: use BLHNC"
+            )
+        strides = {block_stride(spec) for group in members for spec in group.layer_specs}
+        if len(strides) > 1 and len(members) > 1 and memory_order.startswith("L"):
+            raise LayoutRefused(
+                f"memory order {memory_order}: kernels that want their blocks aligned put blocks "
+                f"{' and '.join(map(str, sorted(strides)))} bytes apart, so blocks of different groups would overlap: "
+                "use BLHNC"
             )
 
 

@@ -116,7 +116,7 @@ class KVCacheSpec:
         if tokens == self.block_size:
             return self.block_stride_alignment
         kernel_page = self.with_block_size(tokens).page_size_bytes
-        return lcm(self.block_stride_alignment, kernel_page)
+        return lcm(self.block_stride_alignment, max(1, kernel_page))
 
     def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
         """One spec that governs this layer and the others in a common group; None where none can."""
