@@ -127,7 +127,9 @@ class Cache:
         self._places(layer)
         page = self.page_places[layer]
         if page is None:
-            raise CacheMismatch(f"layer {layer!r}: its parts lie apart, there is no page; use flat(layer, part)")
+            raise CacheMismatch(
+                f"layer {layer!r}: its parts lie apart, there is no page; use flat(layer, part)"
+            )
         return page.view()[0]
 
     def view(self, layer: str, part: int | str | None = None) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -170,7 +172,7 @@ class Cache:
         first = self.layout.layer_index[layers[0]]
         spans = []
         for part_index in range(max(len(self._places(layer)) for layer in layers)):
-            places = [self._places(layer)[part_index:part_index + 1] for layer in layers]
+            places = [self._places(layer)[part_index : part_index + 1] for layer in layers]
             for start, count, step in _equally_spaced([p[0] if p else None for p in places]):
                 place = places[start][0]
                 spans.append(Span(first + start, part_index, place.part, place.view(count, step)))
@@ -209,8 +211,20 @@ def _equally_spaced(places: Sequence[Place | None]) -> Iterator[tuple[int, int, 
         while first is not None and start + count < len(places):
             other = places[start + count]
             same = other is not None and (
-                (first.part.dtype, first.part.numel, first.part.zeros_only, first.block_stride, first.num_blocks)
-                == (other.part.dtype, other.part.numel, other.part.zeros_only, other.block_stride, other.num_blocks)
+                (
+                    first.part.dtype,
+                    first.part.numel,
+                    first.part.zeros_only,
+                    first.block_stride,
+                    first.num_blocks,
+                )
+                == (
+                    other.part.dtype,
+                    other.part.numel,
+                    other.part.zeros_only,
+                    other.block_stride,
+                    other.num_blocks,
+                )
                 and first.storage.data_ptr() == other.storage.data_ptr()
             )
             distance = other.offset - first.offset if same else 0
@@ -256,7 +270,9 @@ def allocate(
         num_blocks = layout.num_blocks_of(layout.group_of[layer])
         page = Place(_page_part(spec), raw, offset, block_stride, num_blocks)
         if offset + (num_blocks - 1) * block_stride + spec.page_size_bytes > layout.size:
-            raise CacheMismatch(f"layer {layer!r}: its pages end behind the {layout.size} bytes of the layout")
+            raise CacheMismatch(
+                f"layer {layer!r}: its pages end behind the {layout.size} bytes of the layout"
+            )
         pages[layer] = page
         places[layer] = tuple(replace(page, part=p, offset=offset + p.offset) for p in spec.parts())
     return Cache(layout, storage.device, storage, places, pages, {})
@@ -291,7 +307,8 @@ def bind(layout: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor | Sequence[
     A layer's entry is one tensor whose rows are blocks (typed or raw bytes, any order of heads
     and tokens inside a block, blocks any stride apart; ``num_blocks * r`` rows where the kernel's
     blocks are r times smaller), keys and values in an outermost dimension of 2, ``[B, H, N, C]`` with
-    heads outside of blocks, or a list of one tensor a part (states). Raises ``CacheMismatch`` naming layer, what came, what was expected.
+    heads outside of blocks, or a list of one tensor a part (states). Raises ``CacheMismatch`` naming
+    layer, what came, what was expected.
     """
     missing = [name for name in layout.layer_names if name not in kv_caches]
     if missing:
@@ -311,7 +328,9 @@ def bind(layout: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor | Sequence[
         given = kv_caches[layer]
         tensors = [given] if isinstance(given, torch.Tensor) else list(given)
         if not tensors or not all(isinstance(t, torch.Tensor) for t in tensors):
-            raise CacheMismatch(f"layer {layer!r}: got {type(given).__name__}, expected a tensor or a list of them")
+            raise CacheMismatch(
+                f"layer {layer!r}: got {type(given).__name__}, expected a tensor or a list of them"
+            )
         if len(tensors) == 1:
             places[layer] = _bind_tensor(layer, spec, num_blocks, tensors[0])
         else:
@@ -327,7 +346,11 @@ def _bind_tensor(layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.T
     """One tensor that holds the whole page of every block."""
     parts = spec.parts()
     raw = tensor.dtype in (torch.uint8, torch.int8)
-    if not raw and (len(parts) > 1 or tensor.dtype != torch_dtype(parts[0].dtype)) and not parts[0].zeros_only:
+    if (
+        not raw
+        and (len(parts) > 1 or tensor.dtype != torch_dtype(parts[0].dtype))
+        and not parts[0].zeros_only
+    ):
         wanted = " + ".join(f"{p.name} {p.dtype}" for p in parts)
         raise _mismatch(layer, tensor, f"dtype {wanted} (or raw int8/uint8 pages)")
     if tensor.ndim > 1 and tensor.shape[0] != num_blocks and tensor.shape[0] == 2 and len(parts) == 1:
@@ -342,10 +365,16 @@ def _bind_tensor(layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.T
         raise _mismatch(layer, tensor, f"{num_blocks} rows (blocks), or a multiple of it (kernel blocks)")
     if ratio * row_bytes not in wanted:
         sizes = " or ".join(str(size) for size in sorted(wanted))
-        raise _mismatch(layer, tensor, f"{sizes} bytes a block in {num_blocks} blocks, got {ratio * row_bytes}")
+        raise _mismatch(
+            layer, tensor, f"{sizes} bytes a block in {num_blocks} blocks, got {ratio * row_bytes}"
+        )
     if ratio > 1 and stride != row_bytes:
-        raise _mismatch(layer, tensor, f"the {ratio} kernel blocks of a block side by side, {row_bytes} bytes apart")
-    place = Place(_page_part(spec), tensor.untyped_storage(), _byte_offset(tensor), stride * ratio, num_blocks)
+        raise _mismatch(
+            layer, tensor, f"the {ratio} kernel blocks of a block side by side, {row_bytes} bytes apart"
+        )
+    place = Place(
+        _page_part(spec), tensor.untyped_storage(), _byte_offset(tensor), stride * ratio, num_blocks
+    )
     return tuple(replace(place, part=p, offset=place.offset + p.offset) for p in parts)
 
 
@@ -356,7 +385,12 @@ def _has_heads_outside(tensor: torch.Tensor) -> bool:
 
 
 def _bind_sides(
-    layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor, sides: dict[str, torch.Tensor], heads: int
+    layer: str,
+    spec: KVCacheSpec,
+    num_blocks: int,
+    tensor: torch.Tensor,
+    sides: dict[str, torch.Tensor],
+    heads: int,
 ) -> tuple[Place, ...]:
     """A tensor whose keys and values (or heads) lie apart: a part a side, each ``[num_blocks, ...]``."""
     plain = isinstance(spec, AttentionSpec) and not spec.packed
@@ -391,7 +425,9 @@ def _bind_parts(
         if tensor.dtype != torch_dtype(part.dtype) and tensor.dtype not in (torch.uint8, torch.int8):
             raise _mismatch(name, tensor, f"dtype {part.dtype}")
         if rows != num_blocks or row_bytes != part.nbytes:
-            raise _mismatch(name, tensor, f"{num_blocks} rows of {part.nbytes} bytes, {part.dtype} {part.shape}")
+            raise _mismatch(
+                name, tensor, f"{num_blocks} rows of {part.nbytes} bytes, {part.dtype} {part.shape}"
+            )
         places.append(Place(part, tensor.untyped_storage(), _byte_offset(tensor), stride, num_blocks))
     return tuple(places)
 
@@ -404,7 +440,9 @@ def _rows(name: str, tensor: torch.Tensor) -> tuple[int, int, int]:
     width = 1
     for stride, size in inner:
         if stride != width:
-            raise _mismatch(name, tensor, "blocks that are dense inside (only the distance between them is free)")
+            raise _mismatch(
+                name, tensor, "blocks that are dense inside (only the distance between them is free)"
+            )
         width *= size
     row_bytes = width * tensor.itemsize
     stride = tensor.stride(0) * tensor.itemsize if tensor.shape[0] > 1 else row_bytes
@@ -418,13 +456,19 @@ def _page_of(spec: KVCacheSpec, places: Sequence[Place]) -> Place | None:
     first = places[0]
     start = first.offset - first.part.offset
     for place in places:
-        together = place.storage.data_ptr() == first.storage.data_ptr() and place.block_stride == first.block_stride
+        together = (
+            place.storage.data_ptr() == first.storage.data_ptr() and place.block_stride == first.block_stride
+        )
         if not together or place.offset - place.part.offset != start:
             return None
-    if sum(p.part.nbytes for p in places) != spec.unpadded_page_size_bytes or len({p.part.offset for p in places}) < len(places):
+    if sum(p.part.nbytes for p in places) != spec.unpadded_page_size_bytes or len(
+        {p.part.offset for p in places}
+    ) < len(places):
         return None
     end = start + (first.num_blocks - 1) * first.block_stride + spec.page_size_bytes
-    fits = end <= first.storage.nbytes() and spec.page_size_bytes <= max(first.block_stride, first.part.nbytes)
+    fits = end <= first.storage.nbytes() and spec.page_size_bytes <= max(
+        first.block_stride, first.part.nbytes
+    )
     size = spec.page_size_bytes if fits else spec.unpadded_page_size_bytes
     return replace(first, part=PagePart("page", (size,), "uint8"), offset=start)
 
@@ -446,7 +490,8 @@ def _byte_offset(tensor: torch.Tensor) -> int:
 def _mismatch(name: str, tensor: torch.Tensor, expected: str) -> CacheMismatch:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return CacheMismatch(
-        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, expected {expected}; "
+        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
+        f"expected {expected}; "
         "the layout must be planned with the engine's own model, dtype and block size"
     )
 
@@ -454,4 +499,6 @@ def _mismatch(name: str, tensor: torch.Tensor, expected: str) -> CacheMismatch:
 def _some(names) -> str:
     """A few names of many, for a message."""
     names = [repr(name) for name in names]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"
+    return (
+        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"
+    )

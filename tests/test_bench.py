@@ -21,7 +21,9 @@ def small_layout(num_blocks, num_layers=2):
 
 
 def small_hybrid(num_blocks=20):
-    state = MambaSpec(block_size=4096, shapes=((3, 8), (16, 4)), dtypes=("bfloat16", "float32"), page_size_padded=512)
+    state = MambaSpec(
+        block_size=4096, shapes=((3, 8), (16, 4)), dtypes=("bfloat16", "float32"), page_size_padded=512
+    )
     attention = FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=16, dtype="bfloat16")
     groups = tuple(
         KVCacheGroupSpec((f"{name}0", f"{name}1"), (spec, spec), spec)
@@ -47,7 +49,10 @@ def test_cases_are_what_their_names_say():
     assert len(cases["16 requests x 4 scattered"].rows(0)) == 64
     assert [len(t) for t in rows["256 requests x 4"]] == [4] * 256
     assert cases["256 requests x 4"].rows(0) == tuple(range(1, 1025))
-    assert len(rows["256 requests share 16 blocks"]) == 256 and len(set(rows["256 requests share 16 blocks"])) == 1
+    assert (
+        len(rows["256 requests share 16 blocks"]) == 256
+        and len(set(rows["256 requests share 16 blocks"])) == 1
+    )
     one, many = cases["1 request of 512"], cases["256 requests share 512"]
     assert len(one.requests) == 1 and len(many.requests) == 256 and one.rows(0) == many.rows(0)
 
@@ -96,7 +101,9 @@ def test_a_fill_that_misses_a_row_stops_the_benchmark():
 
 def test_repeats_are_interleaved_and_the_first_is_not_counted():
     calls = []
-    seconds = bench.interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 3, torch.device("cpu"))
+    seconds = bench.interleaved(
+        {name: lambda name=name: calls.append(name) for name in "ab"}, 3, torch.device("cpu")
+    )
     assert "".join(calls) == "abababab" and set(seconds) == {"a", "b"}
 
 
@@ -139,8 +146,15 @@ def test_floors_are_judged_by_ratios(small_run):
     audits = [{"values": "normal", "of_read": 0.6}]
     assert all(floor["met"] for floor in bench.floors(rows, audits))
     for row in rows:
-        row |= {"of_memset": 0.8, "vs_naive": 2.0, "ours_s": 2.0 if "256 requests share" in row["case"] else 1.0}
-    found = {floor["floor"]: floor["met"] for floor in bench.floors(rows, [{"values": "normal", "of_read": 0.4}])}
+        row |= {
+            "of_memset": 0.8,
+            "vs_naive": 2.0,
+            "ours_s": 2.0 if "256 requests share" in row["case"] else 1.0,
+        }
+    found = {
+        floor["floor"]: floor["met"] for floor in bench.floors(rows, [{"values": "normal", "of_read": 0.4}])
+    }
     assert {name for name, met in found.items() if met} == {
-        f"normal, {case}: share of memset" for case in ("contiguous", "half scattered", "16 requests x 4 scattered")
+        f"normal, {case}: share of memset"
+        for case in ("contiguous", "half scattered", "16 requests x 4 scattered")
     }

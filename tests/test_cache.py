@@ -1,4 +1,4 @@
-"""Views of a layout's memory: every byte where the layout says, an engine's tensors checked and understood."""
+"""Views of a layout's memory: every byte where the layout says, an engine's tensors checked."""
 
 import pytest
 import torch
@@ -6,16 +6,28 @@ import torch
 from decodebench.cache import POISON, AllocationRefused, CacheMismatch, allocate, bind
 from decodebench.grouping import KVCacheGroupSpec
 from decodebench.layout import KVCacheConfig, KVCacheTensor
-from decodebench.specs import CircularBufferSpec, DecodebenchError, FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from decodebench.specs import (
+    CircularBufferSpec,
+    DecodebenchError,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 
 
 def attention(block_size=4, heads=2, head_size=8, dtype="bfloat16", **more):
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=head_size, dtype=dtype, **more)
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=heads, head_size=head_size, dtype=dtype, **more
+    )
 
 
 def mamba(padded=None, **more):
     return MambaSpec(
-        block_size=16, shapes=((3, 8), (2, 4, 8)), dtypes=("bfloat16", "float32"), page_size_padded=padded, **more
+        block_size=16,
+        shapes=((3, 8), (2, 4, 8)),
+        dtypes=("bfloat16", "float32"),
+        page_size_padded=padded,
+        **more,
     )
 
 
@@ -53,7 +65,7 @@ def test_pages_lie_where_the_layout_says(order):
         for block in range(layout.num_blocks):
             start = offset + block * stride
             cache.storage.fill_(0)
-            cache.storage[start:start + layout.layer_specs[layer].page_size_bytes] = 7
+            cache.storage[start : start + layout.layer_specs[layer].page_size_bytes] = 7
             assert cache.pages(layer).shape == (8, 256)
             assert (cache.pages(layer)[block] == 7).all() and cache.pages(layer).sum() == 7 * 256
 
@@ -201,7 +213,9 @@ def test_lists_of_state_tensors_in_one_page_or_apart():
     cache.flat("group0.layer0", "ssm")[2] = 3
     assert (ssm[2] == 3).all() and ssm.sum() == 3 * 64 and (conv == 0).all()
     assert cache.pages("group0.layer0").shape == (8, 320)
-    apart = bind(layout, {"group0.layer0": [torch.zeros(8, 3, 8, dtype=torch.bfloat16), torch.zeros(8, 2, 4, 8)]})
+    apart = bind(
+        layout, {"group0.layer0": [torch.zeros(8, 3, 8, dtype=torch.bfloat16), torch.zeros(8, 2, 4, 8)]}
+    )
     apart.flat("group0.layer0", 0)[2] = 1
     with pytest.raises(CacheMismatch, match="lie apart"):
         apart.pages("group0.layer0")

@@ -37,7 +37,7 @@ def expected_storage(cache, rows_by_group, values):
                 for i, part in enumerate(spec.parts()):
                     start = offset + row * stride + part.offset
                     content = values.expected(part, layout.layer_index[layer], row, i)
-                    storage[start:start + part.nbytes] = content.view(torch.uint8)
+                    storage[start : start + part.nbytes] = content.view(torch.uint8)
     return storage
 
 
@@ -47,7 +47,13 @@ def expected_storage(cache, rows_by_group, values):
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     # 0.015 by hand: nearest multiples are 1.921875 * 2^-7, 1966 * 2^-17, 2^-6 and 2^-6
-    [("bfloat16", 0x3C76), ("float16", 0x23AE), ("float32", 0x3C75C28F), ("float8_e4m3fn", 0x08), ("float8_e5m2", 0x24)],
+    [
+        ("bfloat16", 0x3C76),
+        ("float16", 0x23AE),
+        ("float32", 0x3C75C28F),
+        ("float8_e4m3fn", 0x08),
+        ("float8_e5m2", 0x24),
+    ],
 )
 def test_a_constant_is_encoded_in_the_dtype(dtype, bits):
     assert encode(0.015, dtype) == bits
@@ -55,7 +61,13 @@ def test_a_constant_is_encoded_in_the_dtype(dtype, bits):
 
 @pytest.mark.parametrize(
     ("dtype", "largest"),
-    [("bfloat16", 0x7F7F), ("float16", 0x7BFF), ("float32", 0x7F7FFFFF), ("float8_e4m3fn", 0x7E), ("float8_e5m2", 0x7B)],
+    [
+        ("bfloat16", 0x7F7F),
+        ("float16", 0x7BFF),
+        ("float32", 0x7F7FFFFF),
+        ("float8_e4m3fn", 0x7E),
+        ("float8_e5m2", 0x7B),
+    ],
 )
 def test_values_are_clamped_to_the_finite_range(dtype, largest):
     assert encode(1e300, dtype) == largest
@@ -314,7 +326,10 @@ def test_inspection_works_in_chunks_smaller_than_a_row(monkeypatch):
         fill_rows(cache, [[1, 4, 5]], values)
         cache.flat("group0.layer1")[5, 100] = 3
         cache.flat("group0.layer0")[6] = 0
-        assert inspect_rows(cache, 0, values).states.tolist() == [[2, 0, 2, 2, 0, 0, 1, 2], [2, 0, 2, 2, 0, 3, 2, 2]]
+        assert inspect_rows(cache, 0, values).states.tolist() == [
+            [2, 0, 2, 2, 0, 0, 1, 2],
+            [2, 0, 2, 2, 0, 3, 2, 2],
+        ]
 
 
 def test_poison_can_be_written_back():
@@ -380,7 +395,12 @@ def test_a10_fp8_in_uint8_holds_fp8_values(dtype, bits):
 @pytest.mark.parametrize("values", ALL_VALUES, ids=name_of)
 def test_a11_packed_formats_are_zeroed_and_said_so(values):
     spec = MLAAttentionSpec(
-        block_size=4, num_kv_heads=1, head_size=576, dtype="uint8", packed="fp8_ds_mla", state_content_bytes=656
+        block_size=4,
+        num_kv_heads=1,
+        head_size=576,
+        dtype="uint8",
+        packed="fp8_ds_mla",
+        state_content_bytes=656,
     )
     cache = allocate(make_layout([[spec]]))
     report = fill_rows(cache, [[1, 2]], values)
@@ -494,7 +514,9 @@ def test_a_fill_that_breaks_leaves_a_report():
         inside = True
 
     values = Breaking(0.5)
-    cache = allocate(make_layout([[FullAttentionSpec(block_size=512, num_kv_heads=2, head_size=64, dtype="float32")]]))
+    cache = allocate(
+        make_layout([[FullAttentionSpec(block_size=512, num_kv_heads=2, head_size=64, dtype="float32")]])
+    )
     with pytest.raises(FillFailed, match="the device went away") as caught:
         fill_rows(cache, [[1, 2, 5]], values)
     assert caught.value.report.bytes_written == 2 * cache.layout.groups[0].bytes_per_block
@@ -530,7 +552,10 @@ def test_the_triton_kernel_writes_the_same_bytes(values, order, dtype, kernel, m
     monkeypatch.setattr(fill.write, "_kernel", lambda device: kernel)
     spec = attention(block_size=9, heads=8, head_size=33, dtype=dtype)  # 4,752 elements: one tile and a bit
     state = MambaSpec(
-        block_size=16, shapes=((3, 8), (2, 4, 8)), dtypes=("bfloat16", "float32"), page_size_padded=spec.page_size_bytes
+        block_size=16,
+        shapes=((3, 8), (2, 4, 8)),
+        dtypes=("bfloat16", "float32"),
+        page_size_padded=spec.page_size_bytes,
     )
     cache = allocate(make_layout([[spec] * 2, [state] * 2], num_blocks=4, order=order))
     rows = [[1, 3], [2]]

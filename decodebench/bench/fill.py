@@ -36,7 +36,10 @@ RequestRows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """Requests whose rows are filled in one step. ``naive_normal``: whether a repeat of it takes seconds, not minutes."""
+    """Requests whose rows are filled in one step.
+
+    ``naive``, ``naive_normal``: whether the loops are timed too (some would take minutes a repeat).
+    """
 
     name: str
     requests: tuple[RequestRows, ...]
@@ -64,11 +67,11 @@ def attention_cases(num_blocks: int, seed: int) -> list[Case]:
 
     def deal(blocks: Sequence[int], requests: int) -> tuple[RequestRows, ...]:
         size = len(blocks) // requests
-        return tuple((tuple(blocks[i * size:(i + 1) * size]),) for i in range(requests))
+        return tuple((tuple(blocks[i * size : (i + 1) * size]),) for i in range(requests))
 
     quarter = num_blocks // 4
     shared = (tuple(draw.sample(ids, num_blocks // 64)),)
-    large = (tuple(ids[:num_blocks // 2]),)
+    large = (tuple(ids[: num_blocks // 2]),)
     return [
         Case("contiguous", deal(ids, 8)),
         Case("half scattered", deal(draw.sample(ids, num_blocks // 2), 8)),
@@ -76,7 +79,11 @@ def attention_cases(num_blocks: int, seed: int) -> list[Case]:
         Case(f"{quarter} requests x 4", deal(draw.sample(ids, num_blocks), quarter)),
         Case(f"256 requests share {len(shared[0])} blocks", (shared,) * 256, naive_normal=False),
         Case(f"1 request of {num_blocks // 2}", (large,), naive=False),
-        Case(f"256 requests share {num_blocks // 2}", tuple((tuple(large[0]),) for _ in range(256)), naive=False),
+        Case(
+            f"256 requests share {num_blocks // 2}",
+            tuple((tuple(large[0]),) for _ in range(256)),
+            naive=False,
+        ),
     ]
 
 
@@ -87,7 +94,8 @@ def hybrid_case(layout: KVCacheConfig, requests: int) -> Case:
     for _ in range(requests):
         blocks = [
             len(group.kv_cache_spec.required_blocks(layout.max_model_len, group.block_size, 1 << 30))
-            if not isinstance(group.kv_cache_spec, MambaSpec) else 1
+            if not isinstance(group.kv_cache_spec, MambaSpec)
+            else 1
             for group in layout.groups
         ]
         tables.append(tuple(tuple(next(free) for _ in range(count)) for count in blocks))
@@ -132,7 +140,7 @@ def naive_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[
 
 
 def vllm_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[], object] | None:
-    """vLLM's own decode benchmark connector (worker half) on the same memory; None where vLLM is not there."""
+    """vLLM's own decode benchmark connector (worker half) on the same memory; None without vLLM."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as theirs
         from vllm.v1 import kv_cache_interface as interface
@@ -144,7 +152,8 @@ def vllm_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[
         if isinstance(spec, MambaSpec):
             their_spec = interface.MambaSpec(
                 block_size=spec.block_size, shapes=spec.shapes,
-                dtypes=tuple(torch_dtype(dtype) for dtype in spec.dtypes), page_size_padded=spec.page_size_padded,
+                dtypes=tuple(torch_dtype(dtype) for dtype in spec.dtypes),
+                page_size_padded=spec.page_size_padded,
             )  # fmt: skip
         else:
             their_spec = interface.FullAttentionSpec(
@@ -155,11 +164,13 @@ def vllm_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[
         for layer in group.layer_names:
             # vLLM hands state layers to connectors as raw int8 pages
             state = isinstance(spec, MambaSpec)
-            content = cache.pages(layer)[:, None, None, :spec.unpadded_page_size_bytes]
+            content = cache.pages(layer)[:, None, None, : spec.unpadded_page_size_bytes]
             tensors[layer] = content.view(torch.int8) if state else cache.view(layer)
     settings = {"fill_mean": values.mean, "fill_std": getattr(values, "std", 0.0)}
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: settings.get(key, default)),
+        kv_transfer_config=SimpleNamespace(
+            get_from_extra_config=lambda key, default: settings.get(key, default)
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     worker = theirs.DecodeBenchConnectorWorker(config, SimpleNamespace(kv_cache_groups=groups))
@@ -172,7 +183,9 @@ def vllm_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[
 # -- measuring ----------------------------------------------------------------------------------
 
 
-def interleaved(methods: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+def interleaved(
+    methods: dict[str, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[str, float]:
     """Median seconds of each method; every repeat runs all of them, after one run that is not counted."""
     samples: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in range(repeats + 1):
@@ -186,7 +199,9 @@ def interleaved(methods: dict[str, Callable[[], object]], repeats: int, device: 
     return {name: median(times) for name, times in samples.items()}
 
 
-def measure_case(cache: Cache, case: Case, values: Constant | Normal, repeats: int, full: bool) -> dict[str, object]:
+def measure_case(
+    cache: Cache, case: Case, values: Constant | Normal, repeats: int, full: bool
+) -> dict[str, object]:
     """One row of the table: seconds of each way, and ratios."""
     groups = cache.layout.groups
     nbytes = sum(
@@ -195,12 +210,15 @@ def measure_case(cache: Cache, case: Case, values: Constant | Normal, repeats: i
     )
     ours = our_fill(cache, case, values)
     check(cache, case, values, ours)
-    memory = cache.storage[:min(nbytes, cache.storage.numel())]
+    memory = cache.storage[: min(nbytes, cache.storage.numel())]
     half = memory.numel() // 2
     methods = {
         "memset": lambda: memory.fill_(7),
         # half onto half, twice: as many bytes written, no second cache
-        "copy": lambda: (memory[:half].copy_(memory[half:2 * half]), memory[half:2 * half].copy_(memory[:half])),
+        "copy": lambda: (
+            memory[:half].copy_(memory[half : 2 * half]),
+            memory[half : 2 * half].copy_(memory[:half]),
+        ),
         "ours": ours,
     }
     if case.naive and (full or isinstance(values, Constant)):
@@ -235,7 +253,7 @@ def measure_audit(cache: Cache, values: Values, repeats: int) -> dict[str, objec
     """Reading a filled cache back, next to a plain read of the same bytes."""
     layout = cache.layout
     fill_rows(cache, [range(1, layout.num_blocks), *([[]] * (len(layout.groups) - 1))], values)
-    words = cache.storage[:cache.storage.numel() // 8 * 8].view(torch.int64)
+    words = cache.storage[: cache.storage.numel() // 8 * 8].view(torch.int64)
     methods = {"read": lambda: words.amax(), "audit": lambda: inspect_rows(cache, 0, values)}
     seconds = interleaved(methods, repeats, cache.device)
     return {
@@ -253,7 +271,9 @@ def run(quick: bool = False, device: str = "cpu", seed: int = 0) -> dict[str, ob
     for values in (CONSTANT, NORMAL):
         for case in attention_cases(num_blocks, seed):
             _progress(f"{case.name}, {type(values).__name__.lower()}")
-            rows.append(measure_case(cache, case, values, repeats, full=not quick or case.name == "contiguous"))
+            rows.append(
+                measure_case(cache, case, values, repeats, full=not quick or case.name == "contiguous")
+            )
         audits.append(measure_audit(cache, values, repeats))
     del cache
     gc.collect()  # the next cache must not lie beside this one
@@ -290,7 +310,11 @@ def floors(rows: Sequence[dict], audits: Sequence[dict]) -> list[dict[str, objec
     add("normal, contiguous: times naive", by_name["contiguous", "normal"]["vs_naive"], 40)
     for one, many in zip(shared, shared[1:]):
         if one["case"].startswith("1 request of") and one["values"] == many["values"]:
-            add(f"{one['values']}, time for one request over 256 that share", one["ours_s"] / many["ours_s"], 0.9)
+            add(
+                f"{one['values']}, time for one request over 256 that share",
+                one["ours_s"] / many["ours_s"],
+                0.9,
+            )
     for audit in audits:
         add(f"audit of {audit['values']} values: share of read", audit["of_read"], 0.5)
     return found
@@ -305,7 +329,9 @@ def _progress(text: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="an eighth of the bytes, 3 repeats, under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="an eighth of the bytes, 3 repeats, under a minute"
+    )
     parser.add_argument("--json", action="store_true", help="all medians and the provenance, for machines")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
 
@@ -326,7 +352,19 @@ def table(result: dict) -> str:
     def ratio(number: float | None) -> str:
         return "-" if number is None else f"{number:.2f}" if number < 10 else f"{number:.0f}"
 
-    head = ("case", "values", "GiB", "memset", "copy", "ours", "naive", "vLLM", "of memset", "x naive", "x vLLM")
+    head = (
+        "case",
+        "values",
+        "GiB",
+        "memset",
+        "copy",
+        "ours",
+        "naive",
+        "vLLM",
+        "of memset",
+        "x naive",
+        "x vLLM",
+    )
     lines = [
         (
             row["case"], row["values"], f"{row['bytes'] / 2**30:.2f}",
@@ -342,8 +380,10 @@ def table(result: dict) -> str:
     ]
     facts = result["provenance"]
     text = [
-        f"Fill speed in GB/s (distinct bytes over median time, {facts['settings']['repeats']} interleaved repeats)",
-        f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}: compare ratios, not speeds", "",
+        "Fill speed in GB/s (distinct bytes over the median time of "
+        f"{facts['settings']['repeats']} interleaved repeats)",
+        f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}: compare ratios, not speeds",
+        "",
         *text, "",
     ]  # fmt: skip
     for audit in result["audit"]:
@@ -352,7 +392,8 @@ def table(result: dict) -> str:
             f"{audit['of_read']:.2f} of a plain read"
         )
     text += [""] + [
-        f"{'met   ' if floor['met'] else 'MISSED'}  {floor['floor']}: {floor['reached']:.2f} (floor {floor['at_least']})"
+        f"{'met   ' if floor['met'] else 'MISSED'}  {floor['floor']}: {floor['reached']:.2f} "
+        f"(floor {floor['at_least']})"
         for floor in result["floors"]
     ]
     return "\n".join(text)

@@ -9,7 +9,8 @@ import torch
 
 from decodebench.cache import BITS, POISON, Cache, Span, torch_dtype
 from decodebench.fill.values import (
-    BLOCK_STRIDE, LAYER_STRIDE, PART_STRIDE, ZEROS, Constant, Normal, Tags, Values, poison_number, value_dtypes,
+    BLOCK_STRIDE, LAYER_STRIDE, PART_STRIDE, ZEROS, Constant, Normal, Tags, Values, poison_number,
+    value_dtypes,
 )  # fmt: skip
 from decodebench.specs import PagePart
 
@@ -73,7 +74,9 @@ def _inspect_span(span: Span, values: Values) -> tuple[torch.Tensor, torch.Tenso
     uniform = [0, poison] if number is None else [0, poison, number]
     # a row that begins with none of these numbers does not consist of one of them
     first = bits[:, :, 0]
-    low, high = _extremes(bits, torch.isin(first, torch.tensor(uniform, dtype=first.dtype, device=first.device)))
+    low, high = _extremes(
+        bits, torch.isin(first, torch.tensor(uniform, dtype=first.dtype, device=first.device))
+    )
     zero, poisoned = ((low == n) & (high == n) for n in (0, poison))
     if number is not None:
         filled = (low == number) & (high == number)
@@ -89,7 +92,7 @@ def _chunks(rows: torch.Tensor, row_bytes: int) -> Iterator[tuple[slice, slice]]
     height = max(1, min(layers, chunk_bytes // row_bytes))
     count = max(1, chunk_bytes // (height * row_bytes))
     for top in range(0, layers, height):
-        wanted = rows[top:top + height].any(0).nonzero()[:, 0] // count
+        wanted = rows[top : top + height].any(0).nonzero()[:, 0] // count
         for i in wanted.unique().tolist():
             yield slice(top, min(layers, top + height)), slice(i * count, min(blocks, (i + 1) * count))
 
@@ -112,13 +115,18 @@ def _equal(span: Span, values: Values, rows: torch.Tensor) -> torch.Tensor:
     for layers, blocks in _chunks(rows, span.part.nbytes):
         largest[layers, blocks] = 0
         for row, piece, content in values.sources(
-            bits[layers, blocks], span.part.dtype, span.first_layer + layers.start, blocks.start, 1, span.part_index
+            bits[layers, blocks],
+            span.part.dtype,
+            span.first_layer + layers.start,
+            blocks.start,
+            1,
+            span.part_index,
         ):
             difference = scratch.resize_(piece.shape)
             torch.bitwise_xor(piece, content, out=difference)
             # bytes are unsigned: the largest is 0 only if all are
             found = difference.view(torch.uint8).flatten(2).amax(2)
-            seen = largest[layers, blocks.start + row:blocks.start + row + piece.shape[1]]
+            seen = largest[layers, blocks.start + row : blocks.start + row + piece.shape[1]]
             torch.maximum(seen, found, out=seen)
     return largest == 0
 
@@ -131,7 +139,7 @@ def _inspect_padding(cache: Cache, layers: Sequence[str], shape: tuple[int, int]
             continue
         page, end, gaps = cache.pages(layer), 0, []
         for part in sorted(cache.parts(layer), key=lambda part: part.offset):
-            gaps.append(page[:, end:part.offset])
+            gaps.append(page[:, end : part.offset])
             end = part.offset + part.nbytes
         gaps = [gap for gap in (*gaps, page[:, end:]) if gap.shape[1]]
         if not gaps:
@@ -143,9 +151,7 @@ def _inspect_padding(cache: Cache, layers: Sequence[str], shape: tuple[int, int]
     return states
 
 
-def identify_row(
-    cache: Cache, group: int, layer: int, block: int, values: Values
-) -> tuple[int, int] | None:
+def identify_row(cache: Cache, group: int, layer: int, block: int, values: Values) -> tuple[int, int] | None:
     """Whose content a row holds: (layer index, block) that ``values`` would have written it for.
 
     ``layer`` counts the group's layers from 0. None where the row holds no such content. The

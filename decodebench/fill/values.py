@@ -196,7 +196,7 @@ class Normal(Values):
                 draw = torch.randn(chunk.numel(), generator=generator).mul_(self.std).add_(self.mean)
                 chunk.copy_(draw.clamp_(finite.min, finite.max))
             bits = bank.view(BITS[type_.itemsize])
-            bits[period:] = bits[:bits.numel() - period]
+            bits[period:] = bits[: bits.numel() - period]
             self._banks[key] = bits.to(device)
         return self._banks[key]
 
@@ -227,7 +227,7 @@ class Normal(Values):
                 count = min(rows - row, room // (BLOCK_STRIDE * step) + 1)
                 shape = (layers, count, part_width)
                 window = bank.as_strided(shape, (LAYER_STRIDE, BLOCK_STRIDE * step, 1), start)
-                yield row, target[:, row:row + count, column:column + part_width], window
+                yield row, target[:, row : row + count, column : column + part_width], window
                 row += count
 
 
@@ -260,7 +260,7 @@ class Tags(Values):
         if whole:
             yield 0, target[:, :, :whole].unflatten(2, (-1, width)), bits[:, :, None]
         if whole < columns:
-            yield 0, target[:, :, whole:], bits[:, :, :columns - whole]
+            yield 0, target[:, :, whole:], bits[:, :, : columns - whole]
 
 
 def value_dtypes(spans: Iterable[Iterable[Span]], values: Values) -> set[str]:

@@ -85,16 +85,21 @@ def check_rows(
         raise FillRefused(f"rows for {len(rows_by_group)} groups, but the layout has {len(layout.groups)}")
     for group, rows in enumerate(rows_by_group):
         limit = layout.num_blocks_of(group)
-        name = f"group {group} ({layout.groups[group].kind}, first layer {layout.groups[group].layer_names[0]!r})"
+        spec = layout.groups[group]
+        name = f"group {group} ({spec.kind}, first layer {spec.layer_names[0]!r})"
         previous = -1
         for row in rows:
             if not 0 <= row < limit:
                 raise FillRefused(f"{name}: block id {row} is out of range, valid ids are 1 to {limit - 1}")
             if row <= previous:
-                raise FillRefused(f"{name}: block id {row} after {previous}: rows must be sorted and unique (merge_rows)")
+                raise FillRefused(
+                    f"{name}: block id {row} after {previous}: rows must be sorted and unique (merge_rows)"
+                )
             previous = row
         if len(rows) and rows[0] == 0 and not allow_null_block:
-            raise FillRefused(f"{name}: block id 0 is the null block, a placeholder that holds no data: leave it out")
+            raise FillRefused(
+                f"{name}: block id 0 is the null block, a placeholder that holds no data: leave it out"
+            )
 
 
 def fill_rows(
@@ -136,7 +141,9 @@ def fill_rows(
     return report
 
 
-def _fill_span(span: Span, group_runs: list[tuple[int, int, int]], values: Values, report: FillReport) -> None:
+def _fill_span(
+    span: Span, group_runs: list[tuple[int, int, int]], values: Values, report: FillReport
+) -> None:
     """Write one part of some layers of a group, run after run."""
     source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
     number = source.number(span.part.dtype)
@@ -154,7 +161,7 @@ def _fill_span(span: Span, group_runs: list[tuple[int, int, int]], values: Value
         report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
         return
     for start, count, step in group_runs:
-        target = span.bits[:, start:start + (count - 1) * step + 1:step]
+        target = span.bits[:, start : start + (count - 1) * step + 1 : step]
         for _, piece, content in source.sources(
             target, span.part.dtype, span.first_layer, start, step, span.part_index
         ):
