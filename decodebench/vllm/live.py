@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from decodebench.blocks import NULL_BLOCK, Request, RequestBlocks
+from decodebench.blocks import NULL_BLOCK, Batch, Request, RequestBlocks
 from decodebench.cache import POISON, Cache, bind
+from decodebench.connector import startup_groups
+from decodebench.coverage import required_rows
 from decodebench.fill import FILLED, UNTOUCHED, ZEROED, Values, inspect_rows
 from decodebench.layout import KVCacheConfig
-from decodebench.specs import DecodebenchError, MambaSpec
+from decodebench.specs import DecodebenchError
 from decodebench.vllm.options import Options
 
 if TYPE_CHECKING:
@@ -74,26 +76,23 @@ class LiveTables:
 
 @dataclass(frozen=True)
 class Required:
-    """Blocks one group's layers read in a step: to be filled by it, or there before (a prefix hit)."""
+    """Blocks that one layer reads in a step: for the fill to write, or there before it (a prefix hit)."""
 
     fresh: tuple[int, ...]
     hit: tuple[int, ...]
 
 
-def required_of(layout: KVCacheConfig, requests: Iterable[RequestBlocks]) -> list[Required]:
-    """What the first decode step of these requests reads, per group (DESIGN: which blocks decode reads)."""
-    found = []
-    for number, group in enumerate(layout.groups):
-        fresh, hit, size = set(), set(), layout.tokens_per_block(number)
-        for blocks in requests:
-            table = blocks.block_ids[number]
-            positions = group.kv_cache_spec.required_blocks(blocks.request.num_tokens, size, len(table))
-            for position in positions:
-                before = position < blocks.num_computed // size
-                (hit if before else fresh).add(table[position])
-        # a request may hit what another of the same step fills
-        found.append(Required(tuple(sorted(fresh - {NULL_BLOCK})), tuple(sorted(hit - fresh - {NULL_BLOCK}))))
-    return found
+def required_of(layout: KVCacheConfig, requests: Sequence[RequestBlocks]) -> dict[str, Required]:
+    """What the first decode step of these requests reads, per layer."""
+    fresh: dict[str, set[int]] = {name: set() for name in layout.layer_names}
+    hit: dict[str, set[int]] = {name: set() for name in layout.layer_names}
+    for rows in required_rows(layout, Batch(layout, tuple(requests))):
+        for layer in rows.layers:
+            name = layout.groups[rows.group].layer_names[layer]
+            fresh[name].update(rows.block_ids[~rows.shared].tolist())
+            hit[name].update(rows.block_ids[rows.shared].tolist())
+    # a request may hit what another of the same step fills
+    return {name: Required(tuple(sorted(fresh[name])), tuple(sorted(hit[name] - fresh[name]))) for name in fresh}
 
 
 class StepAuditor:
@@ -105,6 +104,7 @@ class StepAuditor:
         self.layout, self.values, self.options, self.rank = layout, values, options, rank
         self.path, self.connector, self.step = path, connector, 0
         self.cache: Cache | None = None
+        self.at_startup = startup_groups(layout) if options.startup_fill else frozenset()
         path.unlink(missing_ok=True)
 
     @classmethod
@@ -124,11 +124,17 @@ class StepAuditor:
         self.required = required_of(self.layout, meta.admitted)
         if self.cache is None:
             return
-        for number, required in enumerate(self.required):
+        for layer, required in self.required.items():
             # what a startup fill wrote must stay; it is read back as it is found
-            if required.fresh and not self._filled_at_startup(number):
-                for layer in self.layout.groups[number].layer_names:
-                    self.cache.pages(layer)[list(required.fresh)] = POISON
+            if required.fresh and self.layout.group_of[layer] not in self.at_startup:
+                self.cache.pages(layer)[list(required.fresh)] = POISON
+        # a fill writes the same bytes again that a prefix hit holds: hits are hidden while it runs
+        self._hidden = {}
+        for number, blocks in enumerate(self._hits(meta)):
+            for layer in self.layout.groups[number].layer_names if blocks else ():
+                pages = self.cache.pages(layer)
+                self._hidden[layer] = (blocks, pages[blocks].clone())
+                pages[blocks] = POISON
         self._before = self._pages()
 
     def after_fill(self, meta, report) -> list[dict]:
@@ -151,11 +157,15 @@ class StepAuditor:
             raise AuditFailed(LiveAudit.of(records).verdict)
         return records
 
-    def _filled_at_startup(self, group: int) -> bool:
-        """The startup fill leaves out what the engine zeroes on allocation."""
-        spec = self.layout.groups[group].kv_cache_spec
-        zeroed = self.layout.needs_kv_cache_zeroing and not isinstance(spec, MambaSpec)
-        return self.options.startup_fill and not zeroed
+    def _hits(self, meta) -> list[list[int]]:
+        """Blocks per group that this step's requests took from the prefix cache and no request of it fills."""
+        found = []
+        for number in range(len(self.layout.groups)):
+            size = self.layout.tokens_per_block(number)
+            tables = [(r.block_ids[number], r.num_computed // size) for r in meta.admitted]
+            own = {block for table, hit in tables for block in table[hit:]}
+            found.append(sorted({block for table, hit in tables for block in table[:hit]} - own - {NULL_BLOCK}))
+        return found
 
     def _pages(self) -> dict[tuple[int, int], torch.Tensor]:
         """(address, block stride) of each distinct region of pages → one checksum a block."""
@@ -168,20 +178,22 @@ class StepAuditor:
 
     def _by_bytes(self, meta) -> list[dict]:
         records = []
-        written = self._outside(meta)
-        for number, (group, required) in enumerate(zip(self.layout.groups, self.required)):
+        outside = self._outside(meta)
+        for layer, (blocks, content) in self._hidden.items():
+            self.cache.pages(layer)[blocks] = content
+        for number, group in enumerate(self.layout.groups):
             states = inspect_rows(self.cache, number, self.values).states
-            count = dict.fromkeys(COUNTS, 0) | written[number]
-            poisoned = not self._filled_at_startup(number)
+            count = dict.fromkeys(COUNTS, 0) | outside[number]
             for row, layer in enumerate(group.layer_names):
+                required = self.required[layer]
                 zeros_only = all(part.zeros_only for part in self.cache.parts(layer))
+                count["required"] += len(required.fresh) + len(required.hit)
                 for block in required.fresh:
-                    count[_verdict(int(states[row, block]), zeros_only, poisoned)] += 1
+                    count[_verdict(int(states[row, block]), zeros_only, number not in self.at_startup)] += 1
                 for block in required.hit:
                     # its first owner's fill, or tokens decoded since: anything but nothing
                     absent = int(states[row, block]) in (UNTOUCHED, *(() if zeros_only else (ZEROED,)))
                     count["uncovered" if absent else "filled"] += 1
-            count["required"] = (len(required.fresh) + len(required.hit)) * len(group.layer_names)
             records.append({**self._names(number), **count})
         return records
 
@@ -219,29 +231,30 @@ class StepAuditor:
     def _by_plan(self, meta) -> list[dict]:
         """The same table from block ids: what the fill was told to write."""
         records = []
-        for number, (group, required) in enumerate(zip(self.layout.groups, self.required)):
+        for number, group in enumerate(self.layout.groups):
             planned = {row for request in meta.fill.requests for row in request.rows[number]}
             owned = {b for request in meta.admitted for b in request.block_ids[number]} - {NULL_BLOCK}
-            covered = self._filled_at_startup(number)
-            layers = len(group.layer_names)
-            missed = 0 if covered else len(set(required.fresh) - planned)
-            packed = all(part.zeros_only for spec in group.layer_specs for part in spec.parts())
-            done = len(required.fresh) - missed
             count = dict.fromkeys(COUNTS, 0)
-            count |= {
-                "required": (len(required.fresh) + len(required.hit)) * layers,
-                "zeroed" if packed else "filled": done * layers, "uncovered": missed * layers,
-                "stray": len(planned - owned) * layers,
-                "clobbered": len(planned & set(required.hit)) * layers,
-            }  # fmt: skip
-            count["filled"] += len(required.hit) * layers
+            count["stray"] = len(planned - owned) * len(group.layer_names)
+            for layer, spec in zip(group.layer_names, group.layer_specs):
+                required = self.required[layer]
+                missed = set() if number in self.at_startup else set(required.fresh) - planned
+                packed = all(part.zeros_only for part in spec.parts())
+                count["required"] += len(required.fresh) + len(required.hit)
+                count["zeroed" if packed else "filled"] += len(required.fresh) - len(missed)
+                count["filled"] += len(required.hit)
+                count["uncovered"] += len(missed)
+                count["clobbered"] += len(planned & set(required.hit))
             records.append({**self._names(number), **count})
         return records
 
     def _names(self, number: int) -> dict:
         group = self.layout.groups[number]
         first = group.layer_names[0] if group.layer_names else ""
-        return {"group": number, "kind": group.kind, "layers": len(group.layer_names), "first_layer": first}
+        return {
+            "group": number, "kind": group.kind, "layers": len(group.layer_names), "first_layer": first,
+            "block_size": group.block_size,
+        }  # fmt: skip
 
 
 def _place(pages: torch.Tensor) -> tuple[int, int]:
@@ -292,10 +305,10 @@ class LiveAudit:
     @property
     def groups(self) -> pandas.DataFrame:
         """One row a group, summed over steps and ranks; ``coverage`` counts filled and zeroed."""
-        keys = ["group", "kind", "first_layer", "layers"]
+        keys = ["group", "kind", "first_layer", "layers", "block_size"]
         table = self.steps.groupby(keys, as_index=False, sort=True)[list(COUNTS)].sum()
         covered = (table.filled + table.zeroed) / table.required.where(table.required > 0, 1)
-        table.insert(5, "coverage", covered.where(table.required > 0, 1.0))
+        table.insert(len(keys) + 1, "coverage", covered.where(table.required > 0, 1.0))
         return table
 
     @property

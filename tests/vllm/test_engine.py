@@ -222,3 +222,28 @@ def test_fills_and_audits_travel_on_vllms_stats_channel(run):
 
     run("tiny-llama", look=look, disable_log_stats=False)
     assert "filled requests=1" in seen[-1] and "covered=1.0, faults=0" in seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("A1", "tiny-nemotron-h"), ("A2", "tiny-nemotron-h"), ("A3", "tiny-llama"), ("A7", "tiny-granite-hybrid"),
+        ("A8", "tiny-nemotron-h"), ("A12", "tiny-gemma3"),
+    ],
+)  # fmt: skip
+def test_a_historic_defect_in_a_running_engine_is_seen(run, monkeypatch, fault, name):
+    from decodebench.faults import FAULTS
+
+    monkeypatch.setattr("decodebench.vllm.connector.ConnectorScheduler", FAULTS[fault].scheduler)
+    monkeypatch.setattr("decodebench.vllm.connector.ConnectorWorker", FAULTS[fault].worker)
+    # (A2 needs groups of two block sizes: without prefix caching a state's block spans the longest request)
+    batch = dbv.prompts((1000, 700, 390), shared=256)
+    audit, _ = run(
+        name, lengths=(1000, 700, 390), shared=256, enable_prefix_caching=fault != "A2",
+        look=lambda llm: dbv.generate(llm, [prompt + [5, 6, 7] for prompt in batch], 3),
+    )  # fmt: skip
+    assert not audit.ok, str(audit)
+    found = audit.groups[["wrong", "uncovered", "stray", "clobbered"]].sum()
+    assert found["clobbered"] > 0 if fault == "A3" else True
+    assert found["stray"] + found["clobbered"] > 0 if fault == "A7" else True
+    assert found["wrong"] + found["uncovered"] > 0 if fault not in ("A3", "A7") else True
