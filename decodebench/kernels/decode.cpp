@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #include <omp.h>
 #if defined(__AVX512F__)
@@ -38,7 +39,8 @@ static inline float sum(V v) {
 
 // the sums of 16 vectors at once, lane i of the result being the sum of v[i]
 template <int M> static inline V shuffle_pair(V a, V b);
-#define PAIR(m_, ...) template <> inline V shuffle_pair<m_>(V a, V b) { return __builtin_shuffle(a, b, VI{__VA_ARGS__}); }
+#define PAIR(m_, ...) \
+  template <> inline V shuffle_pair<m_>(V a, V b) { return __builtin_shuffle(a, b, VI{__VA_ARGS__}); }
 PAIR(80, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
 PAIR(81, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
 PAIR(40, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
@@ -76,14 +78,20 @@ static inline V vexp(V x) {
   p = p * r + 1.3981999507e-3f; p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f; p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  return (V)_mm512_scalef_ps((__m512)p, (__m512)n);   // p * 2^n
+#else
   VI scale = (__builtin_convertvector(n == n ? n : V{}, VI) + 127) << 23;
   return p * (V)scale;
+#endif
 }
 
 // float16 by its bits; without the instructions, by the compiler's own conversion
 #if defined(__AVX512F__)
 static inline V widen(VH h) { return (V)_mm512_cvtph_ps((__m256i)h); }
-static inline VH narrow(V v) { return (VH)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline VH narrow(V v) {
+  return (VH)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #else
 static inline V widen(VH h) { return __builtin_convertvector((VF16)h, V); }
 static inline VH narrow(V v) { return (VH)__builtin_convertvector(v, VF16); }
@@ -240,14 +248,19 @@ static void piece(const Attention& a, int64_t i, int64_t from, int64_t to, int64
         keys_ahead[t] = (t < n_next ? next[t] : base[t]) + h * a.head_stride;
         values_ahead[t] = keys_ahead[t] + a.v_offset;
       }
-      int64_t g = 0; const int64_t r0 = (h - h0) * a.group;
+      int64_t g = 0;
       const float* q = a.q + (i * a.kv_heads + h) * a.group * a.dk;
-      for (; g + 4 <= a.group; g += 4)
-        tile_rows<T, 4>(a, q + g * a.dk, keys, values, keys_ahead, values_ahead, n, acc + (r0 + g) * a.dv, m + r0 + g, l + r0 + g);
-      for (; g + 2 <= a.group; g += 2)
-        tile_rows<T, 2>(a, q + g * a.dk, keys, values, keys_ahead, values_ahead, n, acc + (r0 + g) * a.dv, m + r0 + g, l + r0 + g);
-      for (; g < a.group; g++)
-        tile_rows<T, 1>(a, q + g * a.dk, keys, values, keys_ahead, values_ahead, n, acc + (r0 + g) * a.dv, m + r0 + g, l + r0 + g);
+      auto rows_of = [&](auto count) {   // as many query heads at a time as the registers hold
+        constexpr int G = decltype(count)::value;
+        for (; g + G <= a.group; g += G) {
+          const int64_t r = (h - h0) * a.group + g;
+          float* sums_of = acc + r * a.dv;
+          tile_rows<T, G>(a, q + g * a.dk, keys, values, keys_ahead, values_ahead, n, sums_of, m + r, l + r);
+        }
+      };
+      rows_of(std::integral_constant<int, 4>{});
+      rows_of(std::integral_constant<int, 2>{});
+      rows_of(std::integral_constant<int, 1>{});
     }
     std::copy(next, next + n_next, base);
     n = n_next;
@@ -278,7 +291,8 @@ static void attend(const Attention& a) {
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t k = 0; k < count; k++) {
     const Piece& x = pieces[k];
-    piece<T>(a, x.i, x.from, x.to, x.h0, x.h0 + heads_each, &acc[k * rows * a.dv], &m[k * rows], &l[k * rows]);
+    float* sums_of = &acc[k * rows * a.dv];
+    piece<T>(a, x.i, x.from, x.to, x.h0, x.h0 + heads_each, sums_of, &m[k * rows], &l[k * rows]);
   }
   for (int64_t i = 0; i < a.batch; i++)
     for (int64_t h = 0; h < head_parts; h++)
@@ -301,8 +315,8 @@ static void attend(const Attention& a) {
 extern "C" int decode_attention(
     const void* kv, int dtype, int64_t block_stride, int64_t head_stride, int64_t entry_stride,
     const int32_t* table, int64_t table_width, const int64_t* start, const int64_t* stop, int64_t batch,
-    int64_t kv_heads, int64_t group, int64_t entries, int64_t dk, int64_t dv, int64_t v_offset, const float* q,
-    float* out) {
+    int64_t kv_heads, int64_t group, int64_t entries, int64_t dk, int64_t dv, int64_t v_offset,
+    const float* q, float* out) {
   Attention a{kv, block_stride, head_stride, entry_stride, table, table_width, start, stop, batch,
               kv_heads, group, entries, dk, dv, v_offset, q, out};
   switch (dtype) {
@@ -327,7 +341,8 @@ static void conv(void* state_, int64_t stride, const int64_t* rows, int64_t batc
     for (int64_t c0 = 0; c0 < channels; c0 += 1024) {
       raw* s = (raw*)state_ + rows[i] * stride;
       for (int64_t c = c0; c < std::min(c0 + 1024, channels); c += 16) {
-        V now = loadu<V>(x + i * channels + c), y = loadu<V>(bias + c) + loadu<V>(weight + taps * channels + c) * now;
+        V now = loadu<V>(x + i * channels + c);
+        V y = loadu<V>(bias + c) + loadu<V>(weight + taps * channels + c) * now;
         for (int64_t j = 0; j < length; j++) {
           V old = T::load(s + j * channels + c);
           const int64_t tap = j - (length - taps);
@@ -342,32 +357,34 @@ static void conv(void* state_, int64_t stride, const int64_t* rows, int64_t batc
 }
 
 template <class T>
-static void mamba1(void* state_, int64_t stride, const int64_t* rows, int64_t batch, int64_t channels, int64_t n,
-                   const float* x, const float* dt, const float* a, const float* b, const float* c,
+static void mamba1(void* state_, int64_t stride, const int64_t* rows, int64_t batch, int64_t channels,
+                   int64_t n, const float* x, const float* dt, const float* a, const float* b, const float* c,
                    const float* d, float* out) {
   typedef typename T::raw raw;
 #pragma omp parallel for collapse(2) schedule(static)
   for (int64_t c0 = 0; c0 < channels; c0 += 512)    // the batch inside: the decay table stays in the cache
     for (int64_t i = 0; i < batch; i++) {
       raw* s = (raw*)state_ + rows[i] * stride;
-      for (int64_t k = c0; k < std::min(c0 + 512, channels); k++) {
-        const float step = dt[i * channels + k], input = step * x[i * channels + k];
-        V y = {};
-        for (int64_t j = 0; j < n; j += 16) {
-          V h = T::load(s + k * n + j);
-          h = h * vexp(loadu<V>(a + k * n + j) * step) + loadu<V>(b + i * n + j) * input;
-          y += h * loadu<V>(c + i * n + j);
-          T::store(s + k * n + j, h);
+      for (int64_t k = c0; k < std::min(c0 + 512, channels); k += 16) {   // channels: a multiple of 16
+        V y[16] = {};
+        for (int c16 = 0; c16 < 16; c16++) {
+          const float step = dt[i * channels + k + c16], input = step * x[i * channels + k + c16];
+          for (int64_t j = 0; j < n; j += 16) {
+            const int64_t at = (k + c16) * n + j;
+            V h = T::load(s + at) * vexp(loadu<V>(a + at) * step) + loadu<V>(b + i * n + j) * input;
+            y[c16] += h * loadu<V>(c + i * n + j);
+            T::store(s + at, h);
+          }
         }
-        out[i * channels + k] = sum(y) + d[k] * x[i * channels + k];
+        storeu(out + i * channels + k, sums(y) + loadu<V>(d + k) * loadu<V>(x + i * channels + k));
       }
     }
 }
 
 template <class T>
-static void mamba2(void* state_, int64_t stride, const int64_t* rows, int64_t batch, int64_t heads, int64_t width,
-                   int64_t n, int64_t groups, const float* xbc, const float* dt, const float* a,
-                   const float* d, float* out) {
+static void mamba2(void* state_, int64_t stride, const int64_t* rows, int64_t batch, int64_t heads,
+                   int64_t width, int64_t n, int64_t groups, const float* xbc, const float* dt,
+                   const float* a, const float* d, float* out) {
   typedef typename T::raw raw;
   const int64_t channels = heads * width + 2 * groups * n;
 #pragma omp parallel for collapse(2) schedule(static)
@@ -416,7 +433,8 @@ static void delta(void* state_, int64_t stride, const int64_t* rows, int64_t bat
       const float ks = 1.0f / std::sqrt(sum(k2) + 1e-6f);
       for (int64_t j = 0; j < dk; j += 16) {
         storeu(qn + j, loadu<V>(q + j) * qs); storeu(kn + j, loadu<V>(k + j) * ks);
-        storeu(keep + j, vexp(per_channel ? loadu<V>(g + (i * heads + h) * dk + j) : splat(g[i * heads + h])));
+        V decay = per_channel ? loadu<V>(g + (i * heads + h) * dk + j) : splat(g[i * heads + h]);
+        storeu(keep + j, vexp(decay));
       }
       const float b = beta[i * heads + h];
       for (int64_t p = 0; p < dv; p++) {
