@@ -16,7 +16,7 @@ ownership is per (pool, block id), and every byte is judged through the group th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -106,6 +106,25 @@ def _required_in_group(
         whole = 0 if isinstance(spec, CircularBufferSpec | CrossAttentionSpec) else blocks.num_computed // per_block
         shared = np.arange(positions.start, positions.stop) < whole
         yield RequiredRows(request, group, tuple(layers), block_ids, shared)
+
+
+def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+    """Per group: bool [num_blocks], rows that hold something of what the requests stand in for.
+
+    More than what decode reads where a window layer is allocated as full attention; never the
+    blocks in which a step will write its own token or its next state.
+    """
+    holding = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
+    for blocks in batch.requests:
+        for group, spec in enumerate(layout.groups):
+            table = np.asarray(blocks.block_ids[group], dtype=np.int64)
+            merged, per_block = spec.kv_cache_spec, layout.tokens_per_block(group)
+            positions = merged.required_blocks(blocks.num_tokens, per_block, len(table))
+            if not isinstance(merged, MambaSpec | CircularBufferSpec | CrossAttentionSpec):
+                positions = range(0, positions.stop)
+            ids = table[positions.start:positions.stop]
+            holding[group][ids[(ids != NULL_BLOCK) & (ids < len(holding[group]))]] = True
+    return holding
 
 
 # -- the result ---------------------------------------------------------------------------------
@@ -270,15 +289,14 @@ def plan_audit(
         _count(layout, counts, rows, np.where(covered, FILLED_ROW, UNCOVERED_ROW))
         for block_id in rows.block_ids[~covered].tolist():
             findings += _findings(layout, rows, block_id, blocks.request_id, "uncovered", "not in the plan")
-    owner = owners(layout, batch)
+    owner, holding = owners(layout, batch), holding_rows(layout, batch)
     for group, ids in enumerate(rows_written):
-        pool = layout.groups[group].pool
-        for block_id in ids.tolist():
-            holder = int(owner[pool][block_id]) if 0 <= block_id < len(owner[pool]) else -1
-            if holder != group:
-                state, detail = ("clobbered", f"owned by group {holder}") if holder >= 0 else (
-                    "stray", "the null block" if block_id == NULL_BLOCK else "owned by no request")  # fmt: skip
-                findings.append(_finding(group, None, block_id, None, state, detail))
+        holder = owner[layout.groups[group].pool][ids]
+        for block_id, held_by in zip(ids[(holder != group)].tolist(), holder[holder != group].tolist()):
+            state = "clobbered" if held_by >= 0 else "stray"
+            findings.append(_finding(group, None, block_id, None, state, _where(block_id, held_by)))
+        for block_id in ids[(holder == group) & ~holding[group][ids]].tolist():
+            findings.append(_finding(group, None, block_id, None, "stray", NOTHING_TO_HOLD))
     for blocks in batch.requests:
         for group, ids in enumerate(by_request.get(blocks.request_id, ())):
             hits = blocks.num_computed // layout.tokens_per_block(group)
@@ -371,7 +389,6 @@ def audit(
     computed_here = _filled_in_batch(required)
     counts: dict[tuple[int, int, int], np.ndarray] = {}
     findings: list[dict] = []
-    touched = [s != UNTOUCHED for s in states]
     expected = [np.zeros(s.shape, dtype=bool) for s in states]
     for rows in required:
         group, spec = rows.group, layout.groups[rows.group]
@@ -396,7 +413,7 @@ def audit(
                 else:
                     state, detail = _judge(found[i], row_states[i], by_whom, group, layer, block_id)
                 findings.append(_finding(group, spec.layer_names[layer], block_id, names[rows.request], state, detail))
-    findings += _strays(cache, owner, states, touched, expected, by_whom)
+    findings += _strays(cache, owner, states, holding_rows(layout, batch), expected, by_whom)
     findings += _padding(layout, seen, owner)
     plan = plan_audit(layout, batch, report) if report is not None else None
     disagreements = _disagreements(layout, plan, report, states, owner, findings) if plan else ()
@@ -443,12 +460,6 @@ class _Origins:
         name = self.cache.layout.layer_names[found[0]]
         return self.cache.layout.group_of[name], name, found[1]
 
-    def detail(self, group: int, layer: int, block_id: int) -> str:
-        origin = self.of(group, layer, block_id)
-        if origin is None:
-            return "bytes of unknown origin"
-        return f"values of group {origin[0]}, layer {origin[1]!r}, block {origin[2]}"
-
 
 def _judge(
     found: int, state: int, by_whom: _Origins, group: int, layer: int, block_id: int
@@ -469,7 +480,7 @@ def _strays(
     cache: Cache,
     owner: Sequence[np.ndarray],
     states: Sequence[np.ndarray],
-    touched: Sequence[np.ndarray],
+    holding: Sequence[np.ndarray],
     expected: Sequence[np.ndarray],
     by_whom: _Origins,
 ) -> list[dict]:
@@ -478,7 +489,7 @@ def _strays(
     A page is judged through the group that owns its block; through another group only where that
     group's page lies apart from every page of the owner.
     """
-    layout, findings = cache.layout, []
+    layout, findings, zeroing = cache.layout, [], cache.layout.needs_kv_cache_zeroing
     extents = [[_extent(cache, name) for name in group.layer_names] for group in layout.groups]
     claimed: dict[tuple, set[int]] = {}  # pages of unowned blocks that a group before has judged
     for g, group in enumerate(layout.groups):
@@ -493,18 +504,31 @@ def _strays(
             if key not in claimed:
                 claimed[key] = {g}
                 judged |= holder < 0
-            bad = judged & touched[g][j] & ~expected[g][j]
-            bad &= ~(mine & ((states[g][j] == FILLED) | (states[g][j] == ZEROED)))  # its own, beyond what is read
+            found = states[g][j]
+            bad = judged & (found != UNTOUCHED) & ~expected[g][j]
+            # its own, beyond what this layer reads; or its own, zeroed by an engine that zeroes new blocks
+            bad &= ~(mine & (holding[g] & np.isin(found, (FILLED, ZEROED)) | zeroing & (found == ZEROED)))
             for block_id in np.nonzero(bad)[0].tolist():
                 origin = by_whom.of(g, j, block_id)
                 source = origin[0] if origin else g
                 what = f"values of group {origin[0]}, layer {origin[1]!r}, block {origin[2]}" if origin else (
-                    "zeros" if states[g][j][block_id] == ZEROED else "bytes of unknown origin")  # fmt: skip
-                where = "the null block" if block_id == NULL_BLOCK else (
-                    f"owned by group {holder[block_id]}" if holder[block_id] >= 0 else "owned by no request")
-                state = "clobbered" if mine[block_id] else "stray"
-                findings.append(_finding(source, name, block_id, None, state, f"{what} in a row {where}"))
+                    "zeros" if found[block_id] == ZEROED else "bytes of unknown origin")  # fmt: skip
+                if mine[block_id]:
+                    state, where = ("stray", NOTHING_TO_HOLD) if source == g else ("clobbered", f"owned by group {g}")
+                else:
+                    state, where = "stray", _where(block_id, holder[block_id])
+                findings.append(_finding(source, name, block_id, None, state, f"{what}: {where}"))
     return findings
+
+
+#: a request's own row that was filled although no token before the computed one lies in it
+NOTHING_TO_HOLD = "holds nothing to stand in for: the step writes it itself"
+
+
+def _where(block_id: int, holder: int) -> str:
+    if block_id == NULL_BLOCK:
+        return "the null block"
+    return f"owned by group {holder}" if holder >= 0 else "owned by no request"
 
 
 def _extent(cache: Cache, layer: str) -> tuple[int, int, int, int]:
