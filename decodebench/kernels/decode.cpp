@@ -39,8 +39,12 @@ static inline float sum(V v) {
 
 // the sums of 16 vectors at once, lane i of the result being the sum of v[i]
 template <int M> static inline V shuffle_pair(V a, V b);
-#define PAIR(m_, ...) \
-  template <> inline V shuffle_pair<m_>(V a, V b) { return __builtin_shuffle(a, b, VI{__VA_ARGS__}); }
+#if defined(__clang__)
+#define SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(...) __builtin_shuffle(a, b, VI{__VA_ARGS__})
+#endif
+#define PAIR(m_, ...) template <> inline V shuffle_pair<m_>(V a, V b) { return SHUFFLE(__VA_ARGS__); }
 PAIR(80, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
 PAIR(81, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
 PAIR(40, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
