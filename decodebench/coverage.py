@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from decodebench.blocks import NULL_BLOCK, Batch, RequestBlocks
 from decodebench.cache import Cache
@@ -381,7 +382,8 @@ def audit(
     layout = cache.layout
     required = required_rows(layout, batch)
     owner = owners(layout, batch)
-    seen = [inspect_rows(cache, group, values) for group in range(len(layout.groups))]
+    judged = _judged_rows(cache, owner)
+    seen = [inspect_rows(cache, g, values, torch.from_numpy(rows.any(axis=0))) for g, rows in enumerate(judged)]
     states = [s.states.numpy() for s in seen]
     before = {g: inspect_rows(cache, g, resident).states.numpy() for g in _hit_groups(required)} if resident else {}
     names = tuple(b.request_id for b in batch.requests)
@@ -413,7 +415,7 @@ def audit(
                 else:
                     state, detail = _judge(found[i], row_states[i], by_whom, group, layer, block_id)
                 findings.append(_finding(group, spec.layer_names[layer], block_id, names[rows.request], state, detail))
-    findings += _strays(cache, owner, states, holding_rows(layout, batch), expected, by_whom)
+    findings += _strays(layout, owner, judged, states, holding_rows(layout, batch), expected, by_whom)
     findings += _padding(layout, seen, owner)
     plan = plan_audit(layout, batch, report) if report is not None else None
     disagreements = _disagreements(layout, plan, report, states, owner, findings) if plan else ()
@@ -476,36 +478,50 @@ def _judge(
     return ("clobbered" if origin[0] != group else STATES[state]), detail
 
 
+def _judged_rows(cache: Cache, owner: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Per group: bool [layers, num_blocks], the pages that are judged through this group.
+
+    Groups alias the same bytes. A page is judged through the group that owns its block; through
+    another group only where that group's page lies apart from every page of the owner; and where
+    nobody owns the block, through the first layer that lies there.
+    """
+    layout = cache.layout
+    extents = [[_extent(cache, name) for name in group.layer_names] for group in layout.groups]
+    claimed: set[tuple[int, int, int, int]] = set()
+    judged = []
+    for g, group in enumerate(layout.groups):
+        holder = owner[group.pool]
+        others = set(holder[holder >= 0].tolist()) - {g}
+        rows = np.zeros((len(extents[g]), len(holder)), dtype=bool)
+        for j, extent in enumerate(extents[g]):
+            rows[j] = holder == g
+            for other in others:
+                if not any(_overlap(extent, e) for e in extents[other]):
+                    rows[j] |= holder == other
+            if extent not in claimed:
+                rows[j] |= holder < 0
+                claimed.add(extent)
+        judged.append(rows)
+    return judged
+
+
 def _strays(
-    cache: Cache,
+    layout: KVCacheConfig,
     owner: Sequence[np.ndarray],
+    judged: Sequence[np.ndarray],
     states: Sequence[np.ndarray],
     holding: Sequence[np.ndarray],
     expected: Sequence[np.ndarray],
     by_whom: _Origins,
 ) -> list[dict]:
-    """Rows that were written and that no request of the batch reads there.
-
-    A page is judged through the group that owns its block; through another group only where that
-    group's page lies apart from every page of the owner.
-    """
-    layout, findings, zeroing = cache.layout, [], cache.layout.needs_kv_cache_zeroing
-    extents = [[_extent(cache, name) for name in group.layer_names] for group in layout.groups]
-    claimed: dict[tuple, set[int]] = {}  # pages of unowned blocks that a group before has judged
+    """Rows that were written and hold nothing that the batch's requests stand in for."""
+    findings, zeroing = [], layout.needs_kv_cache_zeroing
     for g, group in enumerate(layout.groups):
+        holder = owner[group.pool]
+        mine = holder == g
         for j, name in enumerate(group.layer_names):
-            holder = owner[group.pool]
-            mine = holder == g
-            judged = mine.copy()
-            for other in set(holder[holder >= 0].tolist()) - {g}:
-                if not any(_overlap(extents[g][j], e) for e in extents[other]):
-                    judged |= holder == other
-            key = extents[g][j]
-            if key not in claimed:
-                claimed[key] = {g}
-                judged |= holder < 0
             found = states[g][j]
-            bad = judged & (found != UNTOUCHED) & ~expected[g][j]
+            bad = judged[g][j] & (found != UNTOUCHED) & ~expected[g][j]
             # its own, beyond what this layer reads; or its own, zeroed by an engine that zeroes new blocks
             bad &= ~(mine & (holding[g] & np.isin(found, (FILLED, ZEROED)) | zeroing & (found == ZEROED)))
             for block_id in np.nonzero(bad)[0].tolist():

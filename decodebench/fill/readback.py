@@ -36,8 +36,13 @@ class RowStates:
         return self.padding != UNTOUCHED
 
 
-def inspect_rows(cache: Cache, group: int, values: Values | None = None) -> RowStates:
+def inspect_rows(
+    cache: Cache, group: int, values: Values | None = None, blocks: torch.Tensor | None = None
+) -> RowStates:
     """Compare every row of a group, byte for byte, with what ``values`` would have written.
+
+    ``blocks`` (bool [num_blocks]) limits the look to some blocks, so that groups that alias the
+    same bytes need not read all of them again; the others are reported as UNTOUCHED.
 
     FILLED wins where values are zeros themselves; a row of parts that are only ever zeroed
     (packed formats, circular buffers) is ZEROED. Every byte is read from memory about once, a
@@ -50,10 +55,11 @@ def inspect_rows(cache: Cache, group: int, values: Values | None = None) -> RowS
     filled, zero, poison, plain = (torch.ones(shape, dtype=torch.bool) for _ in range(4))
     spans = cache.spans(group)
     values.prepare(value_dtypes([spans], values), cache.device)
+    look = torch.ones(shape[1], dtype=torch.bool) if blocks is None else torch.as_tensor(blocks, dtype=torch.bool)
     for span in spans:
         index = slice(span.first_layer - first, span.first_layer - first + span.view.shape[0])
         source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
-        for states, found in zip((filled, zero, poison), _inspect_span(span, source)):
+        for states, found in zip((filled, zero, poison), _inspect_span(span, source, look)):
             states[index] &= found
         plain[index] &= not span.part.zeros_only
     padding = _inspect_padding(cache, layers, shape)
@@ -61,6 +67,7 @@ def inspect_rows(cache: Cache, group: int, values: Values | None = None) -> RowS
     states[poison & (padding == UNTOUCHED)] = UNTOUCHED
     states[zero] = ZEROED
     states[filled & plain] = FILLED
+    states[:, ~look], padding[:, ~look] = UNTOUCHED, UNTOUCHED
     return RowStates(states, padding)
 
 
@@ -68,20 +75,22 @@ def inspect_rows(cache: Cache, group: int, values: Values | None = None) -> RowS
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
-def _inspect_span(span: Span, values: Values) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inspect_span(
+    span: Span, values: Values, look: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """bool [L, num_blocks] each: rows that hold exactly the values, only zeros, only poison."""
+    look = look.to(span.bits.device)
     bits, number, poison = span.bits, values.number(span.part.dtype), poison_number(span.bits.itemsize)
     uniform = [0, poison] if number is None else [0, poison, number]
     # a row that begins with none of these numbers does not consist of one of them
     first = bits[:, :, 0]
-    low, high = _extremes(
-        bits, torch.isin(first, torch.tensor(uniform, dtype=first.dtype, device=first.device))
-    )
+    one_number = torch.isin(first, torch.tensor(uniform, dtype=first.dtype, device=first.device))
+    low, high = _extremes(bits, one_number & look)
     zero, poisoned = ((low == n) & (high == n) for n in (0, poison))
     if number is not None:
         filled = (low == number) & (high == number)
     else:
-        filled = _equal(span, values, ~(zero | poisoned))
+        filled = _equal(span, values, ~(zero | poisoned) & look)
     return filled.cpu(), zero.cpu(), poisoned.cpu()
 
 
