@@ -85,20 +85,29 @@ def read_model(config: Mapping, name: str) -> Model:
 
 #: where multimodal configs keep the language model
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-#: model types whose text config has another name than theirs with _text
-TEXT_TYPES = {"gemma4_unified_text": "gemma4_text", "kimi_vl": "deepseek_v3", "deepseek_vl_v2": "deepseek_v2"}
-#: outer model type → path of its language model; "language_model." otherwise
-TEXT_PREFIXES: dict[str, str] = {}
+#: model types that are read like another one
+TEXT_TYPES = {
+    "gemma4_unified_text": "gemma4_text", "kimi_vl": "deepseek_v3", "deepseek_vl_v2": "deepseek_v2",
+    "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_omni_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "mistral3": "mistral",
+}  # fmt: skip
+#: multimodal model type → path of its language model; "language_model." where it has a text config
+TEXT_PREFIXES = {
+    "lfm2_vl": "language.", "deepseek_vl_v2": "language.", "ovis": "llm.", "ovis2_5": "llm.", "minicpmv": "llm.",
+    "qwen2_vl": "language_model.", "qwen2_5_vl": "language_model.",
+}  # fmt: skip
 
 
 def text_config(outer: Fields) -> tuple[Fields, str]:
     """The fields of the language model, and the path under which an engine registers its layers."""
-    fields, prefix = outer, ""
+    model_type = str(outer.values.get("model_type"))
+    fields, prefix = outer, TEXT_PREFIXES.get(model_type, "")
     for _ in range(2):  # thinker_config holds a text_config of its own
         inner = next((fields.values[n] for n in TEXT_CONFIGS if isinstance(fields.values.get(n), Mapping)), None)
         if inner is None:
             break
-        prefix = TEXT_PREFIXES.get(str(outer.values.get("model_type")), "language_model.")
+        prefix = TEXT_PREFIXES.get(model_type, "language_model.")
         fields = Fields(inner, f"{outer.source}, text_config")
         fields.used = outer.used
     return fields, prefix

@@ -54,6 +54,15 @@ def first_of(period: int) -> Types:
     return lambda f, length: ["sliding_attention" if i % period else "full_attention" for i in range(length)]
 
 
+def dense_first(f: Fields, length: int) -> list[str]:
+    """The first layers, which have no experts, have a pattern of their own (Cohere2 with experts)."""
+    first = min(f.integer("first_k_dense_replace", default=0, least=0), length)
+    early = f.integer("prefix_dense_sliding_window_pattern", default=1)
+    late = f.integer("sliding_window_pattern", default=4)
+    periods = [(i + 1) % early for i in range(first)] + [(i + 1) % late for i in range(length - first)]
+    return ["sliding_attention" if rest else "full_attention" for rest in periods]
+
+
 def alternating(f: Fields, length: int) -> list[str]:
     """Even layers have the window, whatever ``layer_types`` says (gpt-oss)."""
     return ["full_attention" if i % 2 else "sliding_attention" for i in range(length)]
@@ -76,6 +85,14 @@ def all_or_none(f: Fields, length: int) -> list[str]:
 def everywhere(f: Fields, length: int) -> list[str]:
     """The window, where there is one, holds for every layer."""
     return ["sliding_attention" if window(f) else "full_attention"] * length
+
+
+def as_a_whole(f: Fields, length: int) -> list[str]:
+    """The window holds for every layer, or for none where layers are of several types: they are not told apart."""
+    types = f.get("layer_types")
+    if isinstance(types, list) and any(kind not in SLIDING for kind in types):
+        return ["full_attention"] * length
+    return everywhere(f, length)
 
 
 def read_attention(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from decodebench.models import attention, latent, packed, state
-from decodebench.models.attention import all_or_none, alternating, every, everywhere, first_of
+from decodebench.models.attention import all_or_none, alternating, as_a_whole, dense_first, every, first_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
 
@@ -50,8 +50,8 @@ def attending(max_position_embeddings: int, kv_heads: int | None = None, head_di
 
 
 def full(max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None, **more) -> Family:
-    """A family that only knows full attention, whatever the config says about windows."""
-    return attending(max_position_embeddings, kv_heads, head_dim, types=no_window, always=True, **more)
+    """A family whose layers are all alike, whatever ``layer_types`` says."""
+    return attending(max_position_embeddings, kv_heads, head_dim, types=as_a_whole, always=True, **more)
 
 
 def no_window(f: Fields, length: int) -> list[str]:
@@ -96,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     "phimoe": attending(131072, kv_heads=8),
     "starcoder2": attending(4096, kv_heads=2),
     "qwen2": attending(32768, types=all_or_none, always=True, gate="use_sliding_window"),
-    "qwen2_moe": full(32768, kv_heads=16),
+    "qwen2_moe": full(32768, kv_heads=16, gate="use_sliding_window"),
     "qwen3": attending(32768, head_dim=128, types=all_or_none, always=True, gate="use_sliding_window"),
     "qwen3_moe": attending(32768, kv_heads=4, gate="use_sliding_window"),
     "gemma": full(8192, kv_heads=16, head_dim=256),
@@ -104,7 +104,7 @@ FAMILIES: dict[str, Family] = {
     "glm": full(131072, kv_heads=2, head_dim=128),
     "glm4": full(131072, kv_heads=2, head_dim=128),
     "glm4_moe": full(131072, kv_heads=8),
-    "granite": full(2048),
+    "granite": attending(2048),
     "granitemoe": full(2048),
     "granitemoeshared": full(2048),
     "olmo": full(2048),
@@ -156,6 +156,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": attending(131072, kv_heads=8, head_dim=64, sliding_window=128, path="attn.attn", types=alternating,
                          always=True),  # fmt: skip
     "cohere2": attending(8192, sliding_window=4096, types=every(4, "sliding_window_pattern"), widen=1),
+    "cohere2_moe": attending(8192, sliding_window=4096, types=dense_first, widen=1),
+    "granite_swa": attending(2048, sliding_window=128, types=first_of(4)),
     "olmo3": attending(2048, sliding_window=4096, types=every(4)),
     "exaone4": attending(2048, sliding_window=4096, types=every(4, "sliding_window_pattern")),
     "exaone_moe": attending(2048, sliding_window=4096, types=every(4, "sliding_window_pattern")),

@@ -101,7 +101,7 @@ class Fields:
         if length is not None and len(value) < length:
             raise self.wrong(names, f"a list of {len(value)}", f"there are {length} layers")
         for entry in value if choices is not None else ():
-            if entry not in choices:
+            if not isinstance(entry, str | int) or entry not in choices:
                 raise self.wrong(names, entry, f"known are {', '.join(map(str, choices))}")
         return list(value) if length is None else list(value[:length])
 
