@@ -162,6 +162,8 @@ class Table:
             return "–"
         if column in self.formats:
             return self.formats[column].format(value)
+        if column.endswith(("kind", "kinds", "group_block_sizes")):
+            return _runs(str(value).replace("_", " "))
         return plain_number(value, column)
 
 
@@ -206,6 +208,23 @@ def bytes_text(count: float) -> str:
             return f"{count:,.0f} {unit}" if count == int(count) else f"{count:,.1f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def _runs(text: str) -> str:
+    """``16,32,32,32`` as ``16, 3 × 32``."""
+    from itertools import groupby
+
+    counted = [(item, len(list(same))) for item, same in groupby(text.split(","))]
+    return ", ".join(item if n == 1 else f"{n} × {item}" for item, n in counted)
+
+
+def default_device(asked: str = "auto") -> str:
+    """``cuda`` where there is one, else ``cpu``; any other device as asked for."""
+    if asked != "auto":
+        return asked
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _heading(column: str) -> str:

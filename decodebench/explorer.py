@@ -106,9 +106,13 @@ def miniature(layout: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
 def _small(spec: KVCacheSpec) -> KVCacheSpec:
     plain = {"page_size_padded": None, "block_stride_alignment": 1}
     if isinstance(spec, MambaSpec):
-        return replace(spec, shapes=tuple(tuple(min(d, 8) for d in shape) for shape in spec.shapes), **plain)
-    if isinstance(spec, AttentionSpec) and spec.packed is None:
-        return replace(spec, num_kv_heads=1, head_size=4, head_size_v=4 if spec.head_size_v else 0, **plain)
+        return replace(spec, shapes=tuple(tuple(min(d, 4) for d in shape) for shape in spec.shapes), **plain)
+    if isinstance(spec, AttentionSpec):
+        # a handful of entries a block stand for its tokens, however many those are
+        few = {"num_kv_heads": 1, "tokens_per_state": max(spec.tokens_per_state, spec.block_size // 16), **plain}
+        if spec.packed is None:
+            return replace(spec, head_size=1, head_size_v=min(1, spec.head_size_v or 0), **few)
+        return replace(spec, state_content_bytes=8, **few)
     return replace(spec, **plain)
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decodebench.blocks import Batch, Request, RequestBlocks
-from decodebench.connector import ConnectorError, ConnectorScheduler, ConnectorWorker, run_connector
-from decodebench.coverage import audit
+from decodebench.blocks import Batch, Request, RequestBlocks, admit
+from decodebench.connector import ConnectorError, ConnectorScheduler, ConnectorWorker, fill_cache, run_connector
+from decodebench.coverage import Audit, audit
 from decodebench.faults import FAULTS, faulty_halves
 from decodebench.fill import Constant, Normal, Values, Zeros, fill_rows
 from decodebench.grouping import KVCacheGroupSpec
-from decodebench.layout import KVCacheConfig, from_groups
+from decodebench.layout import KVCacheConfig, from_groups, plan
 from decodebench.specs import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -61,6 +61,35 @@ def gallery():
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """A batch filled and audited; ``pages``: the state of every page, as ``plots.page_maps`` draws it."""
+
+    batch: Batch
+    audit: Audit
+
+    @property
+    def pages(self):
+        from decodebench.plots import pages  # a look ahead, for notebooks alone
+
+        return pages(self.audit, self.batch)
+
+
+def before_and_after(
+    model, requests: int, context: int, blocks: int, fault: str = "A1", memory: str = "8GiB"
+) -> tuple[Filled, Filled]:
+    """The same batch on a small pool of a model's real layout, filled with the fault and without it."""
+    layout = plan(model, memory=memory, max_model_len="auto").with_num_blocks(blocks)
+    batch = admit(layout, requests=requests, context=context)
+    results = []
+    for switch in (fault, None):
+        cache = layout.allocate("cpu")
+        report = fill_cache(cache, batch, VALUES, fault=switch)
+        results.append(Filled(batch, audit(cache, batch, VALUES, report)))
+        del cache
+    return results[0], results[1]
 
 
 # -- layouts and batches of a few blocks -----------------------------------------------------------

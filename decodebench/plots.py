@@ -60,7 +60,7 @@ def lines(
     axes.set_ylabel(y_label or y)
     axes.margins(y=0.08)
     if len(said) > 1:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", title=series.replace("_", " "))
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
     figure.alt = f"{title}. Line chart of {y_label or y} against {x_label or x}. " + "; ".join(said) + "."
     return figure
 
@@ -264,18 +264,27 @@ def _group_label(frame, group: int) -> str:
 #: column of a sweep → what the waste is called
 WASTE = {
     "waste_padding_layers": "padding layers", "waste_padded_pages": "padded pages",
-    "waste_last_block": "behind the last token", "waste_null_block": "null block", "waste_tail": "left over",
+    "waste_last_block": "behind the last token", "waste_reserve": "kept for tokens in flight", "waste_null_block": "null block", "waste_tail": "left over",
 }  # fmt: skip
 
 
 def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
-    """Coverage of the group that got least, against the ratio of block sizes, a line a fault (a sweep's table)."""
-    frame = table.assign(connector=table["fault"].fillna("each group's own block size"))
-    frame["connector"] = frame["connector"].replace({"A2": "one block size for all (A2)"})
+    """Coverage against the ratio of the groups' block sizes: with the fault, without it, and its worst group."""
+    import pandas as pd
+
+    kept = ["block_size_ratio", "share", "connector"]
+    good, bad = table[table["fault"].isna()], table[table["fault"].notna()]
+    frame = pd.concat(
+        [
+            good.assign(share=good["coverage"], connector="each group's own block size")[kept],
+            bad.assign(share=bad["coverage"], connector="one block size for all: all groups")[kept],
+            bad.assign(share=bad["worst_group_coverage"], connector="one block size for all: the worst group")[kept],
+        ]
+    )
     return lines(
-        frame, "block_size_ratio", "worst_group_coverage", "connector", name="coverage-by-block-ratio", title=title,
+        frame, "block_size_ratio", "share", "connector", name="coverage-by-block-ratio", title=title,
         subtitle=subtitle, x_label="largest block size of a group over the smallest",
-        y_label="of the worst group's pages, filled", percent=True,
+        y_label="of the pages that decode reads, filled", percent=True,
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ COLUMNS: dict[str, Column] = {
     "waste_padding_layers": Column("Float64", "share", "memory lost to groups narrower than the widest"),
     "waste_padded_pages": Column("Float64", "share", "memory lost to pages padded to a common size"),
     "waste_last_block": Column("Float64", "share", "memory lost to partly filled last blocks"),
+    "waste_reserve": Column("Float64", "share", "memory of blocks kept for tokens in flight"),
     "waste_null_block": Column("Float64", "share", "memory of the null blocks"),
     "waste_tail": Column("Float64", "share", "memory left over after the last whole block"),
     # coverage: from block ids, and for "audit" from bytes as well
