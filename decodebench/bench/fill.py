@@ -38,12 +38,11 @@ RequestRows = tuple[tuple[int, ...], ...]
 class Case:
     """Requests whose rows are filled in one step.
 
-    ``naive``, ``naive_normal``: whether the loops are timed too (some would take minutes a repeat).
+    ``naive_normal``: whether the naive loop is timed with normal values (some would take minutes a repeat).
     """
 
     name: str
     requests: tuple[RequestRows, ...]
-    naive: bool = True
     naive_normal: bool = True
 
     def rows(self, group: int) -> tuple[int, ...]:
@@ -71,19 +70,12 @@ def attention_cases(num_blocks: int, seed: int) -> list[Case]:
 
     quarter = num_blocks // 4
     shared = (tuple(draw.sample(ids, num_blocks // 64)),)
-    large = (tuple(ids[: num_blocks // 2]),)
     return [
         Case("contiguous", deal(ids, 8)),
         Case("half scattered", deal(draw.sample(ids, num_blocks // 2), 8)),
         Case("16 requests x 4 scattered", deal(draw.sample(ids, 64), 16)),
         Case(f"{quarter} requests x 4", deal(draw.sample(ids, num_blocks), quarter)),
         Case(f"256 requests share {len(shared[0])} blocks", (shared,) * 256, naive_normal=False),
-        Case(f"1 request of {num_blocks // 2}", (large,), naive=False),
-        Case(
-            f"256 requests share {num_blocks // 2}",
-            tuple((tuple(large[0]),) for _ in range(256)),
-            naive=False,
-        ),
     ]
 
 
@@ -221,12 +213,11 @@ def measure_case(
         ),
         "ours": ours,
     }
-    if case.naive and (full or isinstance(values, Constant)):
-        if case.naive_normal or isinstance(values, Constant):
-            methods["naive"] = naive_fill(cache, case, values)
-            theirs = vllm_fill(cache, case, values)
-            if theirs is not None:
-                methods["vllm"] = theirs
+    if isinstance(values, Constant) or (full and case.naive_normal):
+        methods["naive"] = naive_fill(cache, case, values)
+        theirs = vllm_fill(cache, case, values)
+        if theirs is not None:
+            methods["vllm"] = theirs
     seconds = interleaved(methods, repeats, cache.device)
     row: dict[str, object] = {"case": case.name, "values": type(values).__name__.lower(), "bytes": nbytes}
     row |= {f"{name}_s": seconds.get(name) for name in ("memset", "copy", "ours", "naive", "vllm")}
@@ -249,6 +240,19 @@ def check(cache: Cache, case: Case, values: Values, ours: Callable[[], object]) 
             raise AssertionError(f"{case.name}: group {group} does not hold what was asked for")
 
 
+def measure_sharing(cache: Cache, values: Constant | Normal, repeats: int) -> dict[str, object]:
+    """The same half of the blocks, asked for by one request and by 256 that share them."""
+    blocks = range(1, cache.layout.num_blocks // 2 + 1)
+    one = Case("one", ((tuple(blocks),),))
+    many = Case("256", tuple((tuple(list(blocks)),) for _ in range(256)))
+    methods = {"one": our_fill(cache, one, values), "many": our_fill(cache, many, values)}
+    seconds = interleaved(methods, repeats, cache.device)
+    return {
+        "values": type(values).__name__.lower(), "blocks": len(blocks), "one_s": seconds["one"],
+        "many_s": seconds["many"], "one_of_many": seconds["one"] / seconds["many"],
+    }  # fmt: skip
+
+
 def measure_audit(cache: Cache, values: Values, repeats: int) -> dict[str, object]:
     """Reading a filled cache back, next to a plain read of the same bytes."""
     layout = cache.layout
@@ -263,10 +267,10 @@ def measure_audit(cache: Cache, values: Values, repeats: int) -> dict[str, objec
 
 
 def run(quick: bool = False, device: str = "cpu", seed: int = 0) -> dict[str, object]:
-    """All cases: ``{"fill": rows, "audit": rows, "floors": rows, "provenance": ...}``."""
+    """All cases: ``{"fill": rows, "sharing": rows, "audit": rows, "floors": rows, "provenance": ...}``."""
     num_blocks, repeats = (128, 3) if quick else (1024, 7)
     settings = {"num_blocks": num_blocks, "repeats": repeats, "quick": quick}
-    rows, audits = [], []
+    rows, sharing, audits = [], [], []
     cache = allocate(attention_layout(num_blocks), device)
     for values in (CONSTANT, NORMAL):
         for case in attention_cases(num_blocks, seed):
@@ -274,6 +278,7 @@ def run(quick: bool = False, device: str = "cpu", seed: int = 0) -> dict[str, ob
             rows.append(
                 measure_case(cache, case, values, repeats, full=not quick or case.name == "contiguous")
             )
+        sharing.append(measure_sharing(cache, values, repeats))
         audits.append(measure_audit(cache, values, repeats))
     del cache
     gc.collect()  # the next cache must not lie beside this one
@@ -283,15 +288,14 @@ def run(quick: bool = False, device: str = "cpu", seed: int = 0) -> dict[str, ob
         _progress(f"{case.name}, {type(values).__name__.lower()}")
         rows.append(measure_case(cache, case, values, repeats, full=not quick))
     return {
-        "fill": rows, "audit": audits, "floors": floors(rows, audits),
+        "fill": rows, "sharing": sharing, "audit": audits, "floors": floors(rows, sharing, audits),
         "provenance": provenance(settings, seed=seed, device=device),
     }  # fmt: skip
 
 
-def floors(rows: Sequence[dict], audits: Sequence[dict]) -> list[dict[str, object]]:
+def floors(rows: Sequence[dict], sharing: Sequence[dict], audits: Sequence[dict]) -> list[dict[str, object]]:
     """What a fill must reach (ratios on a CPU), and what it did."""
     by_name = {(row["case"], row["values"]): row for row in rows}
-    shared = [row for row in rows if row["case"].startswith(("1 request of", "256 requests share"))]
     found = []
 
     def add(name: str, reached: float | None, floor: float) -> None:
@@ -308,13 +312,8 @@ def floors(rows: Sequence[dict], audits: Sequence[dict]) -> list[dict[str, objec
         if row["values"] == "constant" and row["case"].endswith("blocks"):
             add(f"constant, {row['case']}: times naive", row["vs_naive"], 25)
     add("normal, contiguous: times naive", by_name["contiguous", "normal"]["vs_naive"], 40)
-    for one, many in zip(shared, shared[1:]):
-        if one["case"].startswith("1 request of") and one["values"] == many["values"]:
-            add(
-                f"{one['values']}, time for one request over 256 that share",
-                one["ours_s"] / many["ours_s"],
-                0.9,
-            )
+    for row in sharing:
+        add(f"{row['values']}, time for one request over 256 that share", row["one_of_many"], 0.9)
     for audit in audits:
         add(f"audit of {audit['values']} values: share of read", audit["of_read"], 0.5)
     return found

@@ -71,8 +71,8 @@ def inspect_rows(
     return RowStates(states, padding)
 
 
-#: bytes looked at together: on a CPU they stay in its caches between two looks
-CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+#: bytes a thread looks at together: on a CPU they stay in its cache between two looks
+CHUNK_BYTES = {"cpu": 512 << 10, "cuda": 64 << 20}
 
 
 def _inspect_span(
@@ -98,6 +98,8 @@ def _chunks(rows: torch.Tensor, row_bytes: int) -> Iterator[tuple[slice, slice]]
     """Pieces of ``[L, num_blocks]`` of about ``CHUNK_BYTES`` that contain all of the given rows (bool)."""
     layers, blocks = rows.shape
     chunk_bytes = CHUNK_BYTES.get(rows.device.type, CHUNK_BYTES["cuda"])
+    if rows.device.type == "cpu":
+        chunk_bytes *= min(8, torch.get_num_threads())
     height = max(1, min(layers, chunk_bytes // row_bytes))
     count = max(1, chunk_bytes // (height * row_bytes))
     for top in range(0, layers, height):
