@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from decodebench.blocks import NULL_BLOCK, Batch
+from decodebench.blocks import NULL_BLOCK, Batch, zeroed_on_allocation
 from decodebench.cache import Cache, bind
 from decodebench.fill import Constant, FillReport, Normal, Values, Zeros, fill_rows, merge_rows
 from decodebench.layout import KVCacheConfig
@@ -94,6 +94,8 @@ class ConnectorScheduler:
         """
         if num_external_tokens == 0:
             return
+        if num_external_tokens < 0:
+            raise ConnectorError(f"request {request.request_id!r}: {num_external_tokens} external tokens")
         if len(block_ids) != len(self.layout.groups):
             raise ConnectorError(
                 f"request {request.request_id!r}: {len(block_ids)} block tables for {len(self.layout.groups)} groups"
@@ -167,15 +169,26 @@ class ConnectorScheduler:
         self, request, group: int, table: Sequence[int], start: int, stop: int
     ) -> tuple[int, ...]:
         positions = self.positions(group, start, stop, len(table))
-        if len(positions) and positions[-1] >= len(table):
-            raise ConnectorError(
-                f"request {request.request_id!r}, {describe(self.layout, group)}: tokens up to {stop} reach block "
-                f"{positions[-1]} of its table (at {self.tokens_per_block(group)} tokens a block), but the table has "
-                f"{len(table)} entries"
-            )
+        self.check_table(request, group, table, positions, stop)
         rows = tuple(table[p] for p in positions if self.keep(table[p]))
         self.check_ids(request, group, rows)
         return rows
+
+    def check_table(self, request, group: int, table: Sequence[int], positions: range, stop: int) -> None:
+        """The table reaches as far as the plan, and holds blocks wherever decode will read."""
+        where, per_block = f"request {request.request_id!r}, {describe(self.layout, group)}", self.tokens_per_block(group)
+        if len(positions) and positions[-1] >= len(table):
+            raise ConnectorError(
+                f"{where}: tokens up to {stop} reach block {positions[-1]} of its table (at {per_block} tokens a "
+                f"block), but the table has {len(table)} entries"
+            )
+        read = self.layout.groups[group].kv_cache_spec.required_blocks(stop + 1, per_block, len(table))
+        for p in range(max(read.start, positions.start), min(read.stop, positions.stop)):
+            if table[p] == NULL_BLOCK:
+                raise ConnectorError(
+                    f"{where}: position {p} of its table is the null block, but decode reads positions "
+                    f"{read.start} to {read.stop - 1} there"
+                )
 
     def check_ids(self, request, group: int, rows: Sequence[int]) -> None:
         limit = self.layout.num_blocks_of(group)
@@ -212,13 +225,20 @@ class ConnectorWorker:
 
     def register_kv_caches(self, kv_caches: Cache | Mapping) -> None:
         """Take a cache of ours, or an engine's tensors per layer (checked: ``CacheMismatch``)."""
-        self.cache = kv_caches if isinstance(kv_caches, Cache) else bind(self.layout, kv_caches)
+        cache = kv_caches if isinstance(kv_caches, Cache) else self.bind(kv_caches)
+        ours = self.layout
+        if cache.layout.groups != ours.groups or cache.layout.pool_num_blocks != ours.pool_num_blocks:
+            raise ConnectorError(
+                f"this cache is one of {len(cache.layout.groups)} groups and {cache.layout.pool_num_blocks} blocks, the "
+                f"connector's layout has {len(ours.groups)} and {ours.pool_num_blocks}, or other layers: make both from one layout"
+            )
+        self.cache = cache
         if self.startup_filled:
             rows = [
-                tuple(range(1, self.layout.num_blocks_of(group))) if group in self.startup_filled else ()
-                for group in range(len(self.layout.groups))
+                tuple(range(1, ours.num_blocks_of(group))) if group in self.startup_filled else ()
+                for group in range(len(ours.groups))
             ]
-            self._count(rows, [self.write(rows)], asked=sum(map(len, rows)))
+            self._count(rows, self.write(rows), asked=sum(map(len, rows)))
 
     def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
         """Fill a step's rows; they are written when this returns.
@@ -228,12 +248,10 @@ class ConnectorWorker:
         """
         if self.cache is None:
             raise ConnectorError("no KV caches are registered: call register_kv_caches first")
-        reports = self.fill_step(meta)
-        self._count(
-            ConnectorWorker.merge(self, meta), reports,
-            asked=sum(len(rows) for fill in meta.requests for rows in fill.rows),
-        )  # fmt: skip
-        return reports[0]
+        needed = self.union(meta)
+        report = together(self.fill_step(meta, needed), len(self.layout.groups))
+        self._count(needed, report, asked=sum(len(rows) for fill in meta.requests for rows in fill.rows))
+        return report
 
     def wait_for_layer_load(self, layer: str) -> None:
         """Called by the running step before a layer; nothing is left to wait for."""
@@ -243,28 +261,57 @@ class ConnectorWorker:
     def groups_filled_at_startup(self) -> frozenset[int]:
         return startup_groups(self.layout)
 
-    def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
-        """The rows of all requests of the step, per group, each once."""
-        groups = range(len(self.layout.groups))
-        return [merge_rows(fill.rows[group] for fill in meta.requests) for group in groups]
+    def bind(self, kv_caches: Mapping) -> Cache:
+        return bind(self.layout, kv_caches)
 
-    def fill_step(self, meta: ConnectorMetadata) -> list[FillReport]:
-        return [self.write(self.merge(meta))]
+    def union(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
+        """The rows of all requests of the step, per group, each once."""
+        for fill in meta.requests:
+            if len(fill.rows) != len(self.layout.groups):
+                raise ConnectorError(
+                    f"request {fill.request_id!r}: rows for {len(fill.rows)} groups, the layout has "
+                    f"{len(self.layout.groups)}: build both halves from one layout"
+                )
+        return [merge_rows(fill.rows[group] for fill in meta.requests) for group in range(len(self.layout.groups))]
+
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Each group's layers are filled at the group's own rows."""
+        return rows
+
+    def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
+        """What a step's metadata makes this worker write: block ids per group."""
+        return self.rows_to_write(self.union(meta))
+
+    def fill_step(self, meta: ConnectorMetadata, needed: list[tuple[int, ...]]) -> list[FillReport]:
+        """One write for all requests of the step."""
+        return [self.write(self.rows_to_write(needed))]
 
     def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
         return fill_rows(self.cache, rows, self.values)
 
-    def _count(self, needed: Sequence[Sequence[int]], reports: Sequence[FillReport], asked: int) -> None:
-        self.counters["fills"] += 1
+    def _count(self, needed: Sequence[Sequence[int]], report: FillReport, asked: int) -> None:
+        self.counters["fills"] += bool(asked)
         self.counters["rows_asked"] += asked
         self.counters["bytes_needed"] += sum(
             len(rows) * sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
             for rows, group in zip(needed, self.layout.groups)
         )
-        for report in reports:
-            self.counters["rows_written"] += sum(report.rows)
-            self.counters["bytes_written"] += report.bytes_written
-            self.counters["seconds"] += report.seconds
+        self.counters["rows_written"] += sum(report.rows)
+        self.counters["bytes_written"] += report.bytes_written
+        self.counters["seconds"] += report.seconds
+
+
+def together(reports: Sequence[FillReport], groups: int) -> FillReport:
+    """The reports of several fills as one: rows written twice count twice, ``block_ids`` name each once."""
+    if len(reports) == 1:
+        return reports[0]
+    total = FillReport(rows=[0] * groups, block_ids=[()] * groups)
+    for report in reports:
+        total.rows = [a + b for a, b in zip(total.rows, report.rows)]
+        for name in ("bytes_needed", "bytes_written", "bytes_zeroed", "writes", "seconds", "prepare_seconds"):
+            setattr(total, name, getattr(total, name) + getattr(report, name))
+    total.block_ids = [merge_rows(report.block_ids[g] for report in reports) for g in range(groups)]
+    return total
 
 
 def describe(layout: KVCacheConfig, group: int) -> str:
@@ -276,20 +323,19 @@ def describe(layout: KVCacheConfig, group: int) -> str:
 def zero_new_blocks(cache: Cache, batch: Batch) -> None:
     """What the engine does before a step where its layout asks for it: zero the attention blocks it handed out.
 
-    Blocks of a prefix hit are not new.
+    Blocks of a prefix hit are not new. The same blocks as ``KVCacheManager.take_zeroed`` lists.
     """
     layout = cache.layout
-    if not layout.needs_kv_cache_zeroing:
-        return
     new = [
         merge_rows(
             [block_id for block_id in blocks.block_ids[g][blocks.num_computed // layout.tokens_per_block(g):] if block_id]
             for blocks in batch.requests
         )
-        if isinstance(group.kv_cache_spec, AttentionSpec) else ()
-        for g, group in enumerate(layout.groups)
+        if zeroed_on_allocation(layout, g) else ()
+        for g in range(len(layout.groups))
     ]  # fmt: skip
-    fill_rows(cache, new, Zeros())
+    if any(new):
+        fill_rows(cache, new, Zeros())
 
 
 def run_connector(scheduler: ConnectorScheduler, worker: ConnectorWorker, batch: Batch) -> FillReport:
@@ -301,23 +347,29 @@ def run_connector(scheduler: ConnectorScheduler, worker: ConnectorWorker, batch:
 
 
 def fill_cache(
-    cache: Cache, batch: Batch, values: Values | None = None, fault: str | None = None
+    cache: Cache, batch: Batch, values: Values | None = None, fault: str | None = None, startup_fill: bool = False
 ) -> FillReport:
     """Fill everything that the batch's next decode step reads, each group at its own blocks.
 
     ``values``: ``Normal()`` by default, whose content tells every layer and block apart, so that
     ``audit`` can say where a stray byte came from. ``fault`` switches one of the connector's
-    historic defects on (``decodebench.FAULTS``). Raises ``DecodebenchError`` subclasses that name
-    group, layer and block before the first byte is written.
+    historic defects on (``decodebench.FAULTS``). ``startup_fill``: everything is written before the
+    first request comes, then the engine zeroes new blocks where it does; groups lie over each
+    other, so only a constant (the default then) is found again in all of them. The report is the
+    step's; what a startup fill wrote is not in it.
+
+    Raises ``DecodebenchError`` subclasses that name group, layer and block before the first byte
+    is written.
     """
-    values = Normal() if values is None else values
     if fault is None:
-        halves = ConnectorScheduler(cache.layout), ConnectorWorker(cache.layout, values)
+        values = (Constant() if startup_fill else Normal()) if values is None else values
+        scheduler = ConnectorScheduler(cache.layout, startup_fill)
+        worker = ConnectorWorker(cache.layout, values, startup_fill)
     else:
         from decodebench.faults import faulty_halves  # the one look ahead: faults override this room
 
-        halves = faulty_halves(cache.layout, fault, values)
-    halves[1].register_kv_caches(cache)
-    if halves[1].startup_filled:
+        scheduler, worker = faulty_halves(cache.layout, fault, Normal() if values is None else values)
+    worker.register_kv_caches(cache)
+    if worker.startup_filled:
         zero_new_blocks(cache, batch)
-    return run_connector(*halves, batch)
+    return run_connector(scheduler, worker, batch)

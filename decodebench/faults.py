@@ -6,12 +6,13 @@ as it is. Ids and cases are those of the field reports that the connector grew u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from decodebench.blocks import NULL_BLOCK
+from decodebench.cache import Cache
 from decodebench.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
 from decodebench.fill import Constant, FillReport, Values, Zeros, fill_rows
 from decodebench.layout import KVCacheConfig
@@ -40,11 +41,14 @@ class Fault:
 
 
 class _Slicing(ConnectorScheduler):
-    """Takes a slice of the table without asking whether the table is that long."""
+    """Takes a slice of the table without asking how long it is, or what it holds."""
 
     def positions(self, group, start, stop, table_length):
         wanted = super().positions(group, start, stop, table_length)
         return range(min(wanted.start, table_length), min(wanted.stop, table_length))
+
+    def check_table(self, request, group, table, positions, stop) -> None:
+        """Not looked at."""
 
 
 class OneBlockSize(_Slicing):
@@ -52,17 +56,17 @@ class OneBlockSize(_Slicing):
         return super().tokens_per_block(0)
 
 
-class PrefixIgnored(ConnectorScheduler):
-    def first_block(self, group: int, start: int) -> int:
-        return 0
+class PrefixIgnored(_Slicing):
+    def positions(self, group, start, stop, table_length):
+        return super().positions(group, 0, stop - start, table_length)
 
 
-class PrefixEndRoundedUp(ConnectorScheduler):
+class PrefixEndRoundedUp(_Slicing):
     def first_block(self, group: int, start: int) -> int:
         return cdiv(start, self.tokens_per_block(group))
 
 
-class NullBlocksFilled(ConnectorScheduler):
+class NullBlocksFilled(_Slicing):
     def keep(self, block_id: int) -> bool:
         return True
 
@@ -94,10 +98,9 @@ class EverythingAtStartup(ConnectorScheduler):
 
 
 class Group0Map(ConnectorWorker):
-    def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
-        first = super().merge(meta)[0]
-        groups = range(len(self.layout.groups))
-        return [tuple(row for row in first if row < self.layout.num_blocks_of(group)) for group in groups]
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        limits = [self.layout.num_blocks_of(group) for group in range(len(rows))]
+        return [tuple(row for row in rows[0] if row < limit) for limit in limits]
 
 
 class NullBlockAllowed(ConnectorWorker):
@@ -106,11 +109,11 @@ class NullBlockAllowed(ConnectorWorker):
 
 
 class StatesFilledWhole(NullBlockAllowed):
-    def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
             tuple(range(self.layout.num_blocks_of(group)))
-            if rows and isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec) else rows
-            for group, rows in enumerate(super().merge(meta))
+            if ids and isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec) else ids
+            for group, ids in enumerate(rows)
         ]  # fmt: skip
 
 
@@ -187,16 +190,26 @@ class KernelBlocksMistaken(ConnectorWorker):
         return report
 
 
-class IdsDropped(ConnectorWorker):
-    def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
+class SilentSkips(ConnectorWorker):
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
-            tuple(row for row in rows if NULL_BLOCK < row < self.layout.num_blocks_of(group))
-            for group, rows in enumerate(super().merge(meta))
+            tuple(row for row in ids if NULL_BLOCK < row < self.layout.num_blocks_of(group))
+            for group, ids in enumerate(rows)
         ]
+
+    def bind(self, kv_caches: Mapping) -> Cache:
+        """A layer without a cache is written to memory that nobody reads."""
+        nowhere = {
+            name: torch.empty((self.layout.num_blocks_of(g), spec.page_size_bytes), dtype=torch.uint8)
+            for g, group in enumerate(self.layout.groups)
+            for name, spec in zip(group.layer_names, group.layer_specs)
+            if name not in kv_caches
+        }
+        return super().bind({**nowhere, **kv_caches})
 
 
 class FilledPerRequest(ConnectorWorker):
-    def fill_step(self, meta: ConnectorMetadata) -> list[FillReport]:
+    def fill_step(self, meta: ConnectorMetadata, needed: list[tuple[int, ...]]) -> list[FillReport]:
         return [self.write(self.merge(ConnectorMetadata((fill,)))) for fill in meta.requests]
 
 
@@ -249,7 +262,7 @@ FAULTS: dict[str, Fault] = {
               worker=KernelBlocksMistaken),
         Fault("A13", "preemption forgotten", "a resumed request counts as filled and is prefilled for real",
               PreemptedCountsAsFilled, leaves=COST),
-        Fault("A14", "silent skips", "block ids out of range are dropped", IdsUnchecked, IdsDropped),
+        Fault("A14", "silent skips", "block ids out of range and layers without a cache are dropped", IdsUnchecked, SilentSkips),
         Fault("A15", "repeated fills", "each request of a step fills what others filled", worker=FilledPerRequest,
               leaves=COST),
         Fault("A16", "startup fill wiped", "the engine zeroes new blocks after a fill at startup",
