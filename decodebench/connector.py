@@ -317,7 +317,7 @@ def together(reports: Sequence[FillReport], groups: int) -> FillReport:
 def describe(layout: KVCacheConfig, group: int) -> str:
     """A group in words, for messages."""
     spec = layout.groups[group]
-    return f"group {group} ({spec.kind}, first layer {spec.layer_names[0]!r})"
+    return f"group {group} ({spec.kind}, {f'first layer {spec.layer_names[0]!r}' if spec.layer_names else 'no layer'})"
 
 
 def zero_new_blocks(cache: Cache, batch: Batch) -> None:

@@ -1,7 +1,5 @@
 """Small layouts made by hand, and batches on them, for the tests of blocks, connector, faults and coverage."""
 
-from dataclasses import replace
-
 import torch
 from hypothesis import strategies as st
 
@@ -109,7 +107,7 @@ KINDS = {
 
 
 @st.composite
-def small_layouts(draw, kinds=tuple(KINDS), num_blocks=600):
+def small_layouts(draw, kinds=tuple(KINDS), num_blocks=3200):
     """One to four groups of one to three layers, in either memory order."""
     chosen = draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=4))
     specs = [draw(KINDS[kind]) for kind in chosen]
@@ -129,8 +127,3 @@ def managers(draw, layouts=small_layouts()):
         shared = min(draw(st.sampled_from([0, prefix])), tokens - 1)
         manager.allocate(Request(f"request-{i}", tokens, "prefix" if shared else None, shared))
     return manager
-
-
-def renamed(blocks, name):
-    """The same request under another name."""
-    return replace(blocks, request=replace(blocks.request, request_id=name))
