@@ -127,7 +127,7 @@ def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, s
     found = measure_decode(cache, batch, backend, by_kind=True, min_seconds=seconds, limit=limit)
     step = prepare_step(cache, batch, backend)
     rows = []
-    for facts in found.kinds().to_dict("records"):
+    for facts in found.kind_rows():
         layers = [x for x in step.layers if x.work.kind == facts["kind"]]
         first = layers[0].work.layer
         spec = cache.layout.layer_specs[first]

@@ -70,6 +70,10 @@ class DecodeMeasurement:
         """One row a kind of layer: layers, bytes, and where timed alone its latency, GB/s and share."""
         import pandas as pd
 
+        return pd.DataFrame(self.kind_rows())
+
+    def kind_rows(self) -> list[dict[str, object]]:
+        """``kinds`` as dictionaries, for where there is no pandas (an engine's environment)."""
         rows = []
         for kind in dict.fromkeys(w.kind for w in self.work):
             work = [w for w in self.work if w.kind == kind]
@@ -83,7 +87,7 @@ class DecodeMeasurement:
                 row["gb_per_s"] = (read + written) / t.median / 1e9
                 row["limit_share"] = row["limit_s"] / t.median
             rows.append(row)
-        return pd.DataFrame(rows)
+        return rows
 
     def to_dict(self) -> dict[str, object]:
         """Flat columns for a result row."""

@@ -116,7 +116,7 @@ def latency_table(
         sizes = {w.kind: cache.layout.layer_specs[w.layer].block_size for w in found.work}
         whole = {k: shared[k] for k in _MEASURED} | {"layers": len(found.work)}
         rows.append(label | {"kind": "step"} | whole | same)
-        for facts in found.kinds().to_dict("records") if by_kind else ():
+        for facts in found.kind_rows() if by_kind else ():
             part = {k: facts[k] for k in ("kind", "layers", *_MEASURED)}
             rows.append(label | part | same | {"block_tokens": sizes[facts["kind"]]})
         del cache, batch
