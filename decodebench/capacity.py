@@ -37,7 +37,8 @@ class Capacity:
 
     def __str__(self) -> str:
         return (
-            f"{self.concurrency:.2f} requests of {self.length:,} tokens; {sum(self.blocks_per_request):,} blocks each; "
+            f"{self.concurrency:.2f} requests of {self.length:,} tokens; "
+            f"{sum(self.blocks_per_request):,} blocks each; "
             f"a request costs {self.intercept_bytes:,.0f} bytes and {self.slope_bytes:,.0f} for each token"
         )
 
@@ -141,8 +142,12 @@ def waste(layout: KVCacheConfig, length: int | None = None) -> Waste:
     return Waste(length, null_block=null, tail=tail, **held)
 
 
-def resident_blocks(spec: KVCacheSpec, length: int, reserved: int, tokens_per_block: int) -> tuple[int, float]:
-    """Blocks of one layer that a decoding request of this length really needs, and how many its tokens fill."""
+def resident_blocks(
+    spec: KVCacheSpec, length: int, reserved: int, tokens_per_block: int
+) -> tuple[int, float]:
+    """Blocks of one layer that a decoding request of this length really needs, and how many its tokens
+    fill.
+    """
     if isinstance(spec, MambaSpec | CircularBufferSpec):
         return min(1, reserved), min(1, reserved)
     if isinstance(spec, CrossAttentionSpec):
@@ -158,17 +163,25 @@ def log_lines(layout: KVCacheConfig) -> list[str]:
     r = layout.resolved
     if r is not None and r.mamba_page_size is not None:
         if r.block_size_grew:
-            lines.append(f"Setting attention block size to {r.block_size} tokens to ensure that attention page size "
-                         "is >= mamba page size.")  # fmt: skip
+            lines.append(
+                f"Setting attention block size to {r.block_size} tokens "
+                "to ensure that attention page size is >= mamba page size."
+            )
         if r.mamba_page_size_padded is not None:
             percent = 100 * (r.mamba_page_size_padded - r.mamba_page_size) / r.mamba_page_size
-            lines.append(f"Padding mamba page size by {percent:.2f}% to ensure that mamba page size and attention "
-                         "page size are exactly equal.")  # fmt: skip
+            lines.append(
+                f"Padding mamba page size by {percent:.2f}% "
+                "to ensure that mamba page size and attention page size are exactly equal."
+            )
     for padding, layers in padding_layers(layout.groups) if layout.grouping in ("auto", "hybrid") else ():
-        lines.append(f"Add {padding} padding layers, may waste at most {padding / layers * 100:.2f}% KV cache memory")
+        lines.append(
+            f"Add {padding} padding layers, may waste at most {padding / layers * 100:.2f}% KV cache memory"
+        )
     c = capacity(layout)
-    lines.append(f"GPU KV cache size: {c.tokens:,} tokens, Maximum concurrency for {c.length:,} tokens per request: "
-                 f"{c.concurrency:.2f}x")  # fmt: skip
+    lines.append(
+        f"GPU KV cache size: {c.tokens:,} tokens, "
+        f"Maximum concurrency for {c.length:,} tokens per request: {c.concurrency:.2f}x"
+    )
     return lines
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from decodebench.specs import (
     AttentionSpec,
@@ -65,7 +65,9 @@ class KVCacheGroupSpec:
     def blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         """Blocks that an engine reserves for one request of ``max_model_len`` tokens."""
         specs = self.layer_specs if self.mixed else (self.kv_cache_spec,)
-        return max(spec.max_blocks_per_request(max_model_len, max_in_flight_tokens, dcp) for spec in set(specs))
+        return max(
+            spec.max_blocks_per_request(max_model_len, max_in_flight_tokens, dcp) for spec in set(specs)
+        )
 
     def layers_by_spec(self) -> list[tuple[KVCacheSpec, tuple[str, ...]]]:
         """The layers of equal spec, in order of first appearance; all of them where specs were merged."""
@@ -112,8 +114,12 @@ def single_group(specs: Specs) -> tuple[KVCacheGroupSpec, ...] | None:
 # -- vLLM's strategies -----------------------------------------------------------------------------
 
 
-def auto(specs: Specs, block_outermost: bool = False, hybrid_manager: bool = True) -> tuple[KVCacheGroupSpec, ...]:
-    """vLLM's own choice: one group, ``packed`` for block-outermost memory with unequal pages, else ``hybrid``."""
+def auto(
+    specs: Specs, block_outermost: bool = False, hybrid_manager: bool = True
+) -> tuple[KVCacheGroupSpec, ...]:
+    """vLLM's own choice: one group, ``packed`` for block-outermost memory with unequal pages, else
+    ``hybrid``.
+    """
     if not hybrid_manager:
         specs = promote(specs)
     if block_outermost and len({spec.page_size_bytes for spec in specs.values()}) > 1:
@@ -160,11 +166,13 @@ def unify_pages(specs: Specs) -> dict[str, KVCacheSpec]:
             unified[name] = spec.padded_to(largest)
         else:
             raise GroupingRefused(
-                f"layer {name}: its page of {page} bytes does not divide the largest page of {largest} bytes, "
-                "and latent attention cannot be padded: use block-outermost memory (BLHNC)"
+                f"layer {name}: its page of {page} bytes does not divide the largest page of {largest} "
+                "bytes, and latent attention cannot be padded: use block-outermost memory (BLHNC)"
             )
         if unified[name].page_size_bytes != largest:
-            raise GroupingRefused(f"layer {name}: a page of {page} bytes cannot be made one of {largest} bytes")
+            raise GroupingRefused(
+                f"layer {name}: a page of {page} bytes cannot be made one of {largest} bytes"
+            )
     return unified
 
 
@@ -234,8 +242,10 @@ def packed(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
             continue
         if not bucket.balanced or count > bucket.repeats:
             raise GroupingRefused(
-                f"layers {_some(bucket.specs)}: pages of {', '.join(map(str, bucket.by_page))} bytes do not repeat "
-                f"evenly, and {count} groups of them are needed: give layers of one kind equally many of each size"
+                f"layers {_some(bucket.specs)}: pages of {', '.join(map(str, bucket.by_page))} bytes do "
+                "not repeat "
+                f"evenly, and {count} groups of them are needed: give layers of one kind equally many "
+                "of each size"
             )
         pattern = list(zip(*bucket.by_page.values()))
         for i in range(count):
@@ -289,7 +299,9 @@ def _uniform_buckets(specs: Specs) -> list[dict[str, KVCacheSpec]]:
 
 
 def least_padding(values: Sequence[int], floor: int) -> int:
-    """The size d >= ``floor`` for which rounding all values up to multiples of d adds least; the larger of equals."""
+    """The size d >= ``floor`` for which rounding all values up to multiples of d adds least; the larger of
+    equals.
+    """
     candidates = range(max(1, floor), max(values) + 1)
     return min(candidates, key=lambda d: (sum(-value % d for value in values), -d), default=floor)
 
@@ -332,10 +344,13 @@ def _as_full_attention(name: str, spec: KVCacheSpec, block_size: int | None) -> 
     return FullAttentionSpec(
         block_size=block_size, page_size_padded=padded, dcp_sharded=spec.dcp_sharded,
         block_stride_alignment=spec.block_stride_alignment, kernel_block_tokens=spec.kernel_block_tokens,
-        num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, head_size_v=spec.head_size_v, dtype=spec.dtype,
-        packed=spec.packed, state_content_bytes=spec.state_content_bytes, tokens_per_state=spec.tokens_per_state,
+        num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        packed=spec.packed, state_content_bytes=spec.state_content_bytes,
+        tokens_per_state=spec.tokens_per_state,
         sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
-        attention_chunk_size=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
+        attention_chunk_size=spec.attention_chunk_size if isinstance(spec,
+        ChunkedLocalAttentionSpec) else None,
     )  # fmt: skip
 
 
@@ -344,7 +359,10 @@ def _full_allocation(specs: Specs) -> tuple[KVCacheGroupSpec, ...] | None:
     values = specs.values()
     if any(isinstance(spec, SlidingWindowMLASpec | ChunkedLocalAttentionSpec) for spec in values):
         return None
-    if not (any(isinstance(s, MLAAttentionSpec) for s in values) and any(isinstance(s, SlidingWindowSpec) for s in values)):
+    if not (
+        any(isinstance(s, MLAAttentionSpec) for s in values)
+        and any(isinstance(s, SlidingWindowSpec) for s in values)
+    ):
         return None
     try:
         promoted = promote(specs)

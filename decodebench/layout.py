@@ -133,7 +133,8 @@ class KVCacheConfig:
         counts = (num_blocks,) * pools if isinstance(num_blocks, int) else tuple(num_blocks)
         if len(counts) != pools or min(counts) < 2:
             raise LayoutRefused(
-                f"{num_blocks} blocks for {pools} pool(s): every pool needs at least 2, the null block and one to use"
+                f"{num_blocks} blocks for {pools} pool(s): every pool needs at least 2, the null block "
+                "and one to use"
             )
         tensors, size = place(self.groups, counts, self.memory_order)
         return replace(self, tensors=tensors, pool_num_blocks=counts, size=size, budget=size)
@@ -185,7 +186,9 @@ def parse_memory(memory: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", str(memory))
         unit = match[2].lower() if match else "?"
         if match is None or unit not in units | decimal:
-            raise LayoutRefused(f"memory {memory!r}: bytes, or a number with a unit such as 8GiB, is expected")
+            raise LayoutRefused(
+                f"memory {memory!r}: bytes, or a number with a unit such as 8GiB, is expected"
+            )
         number = float(match[1])
         factor = decimal.get(unit) or (1 if units[unit] in (0, 1) else 2 ** units[unit])
         exact = int(match[1]) * factor if match[1].isdigit() else int(number * factor)
@@ -231,7 +234,8 @@ class Prepared:
         o = self.options
         length = self.max_model_len if max_model_len is None else max_model_len
         return [
-            g.blocks_per_request(length, o.max_in_flight_tokens, o.decode_context_parallel_size) for g in self.groups
+            g.blocks_per_request(length, o.max_in_flight_tokens, o.decode_context_parallel_size)
+            for g in self.groups
         ]
 
     @property
@@ -262,7 +266,9 @@ def prepare(
     if not specs:
         raise LayoutRefused("no layer stores anything: there is no cache to plan")
     if how is None:
-        groups = auto(specs, block_outermost=order.startswith("B"), hybrid_manager=opts.hybrid_kv_cache_manager)
+        groups = auto(
+            specs, block_outermost=order.startswith("B"), hybrid_manager=opts.hybrid_kv_cache_manager
+        )
     else:
         groups = how[1](specs)
     check_memory_order(groups, order)
@@ -270,7 +276,9 @@ def prepare(
 
 
 def _are_specs(model: object) -> bool:
-    return isinstance(model, Mapping) and bool(model) and all(isinstance(s, KVCacheSpec) for s in model.values())
+    return (
+        isinstance(model, Mapping) and bool(model) and all(isinstance(s, KVCacheSpec) for s in model.values())
+    )
 
 
 def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
@@ -291,7 +299,8 @@ def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
         prepared.groups, counts, memory_order=prepared.memory_order, max_model_len=prepared.max_model_len,
         max_in_flight_tokens=prepared.options.max_in_flight_tokens,
         decode_context_parallel_size=prepared.options.decode_context_parallel_size, budget=budget,
-        grouping=prepared.grouping, model=prepared.model, options=prepared.options, resolved=prepared.resolved,
+        grouping=prepared.grouping, model=prepared.model, options=prepared.options,
+        resolved=prepared.resolved,
     )  # fmt: skip
 
 
@@ -353,8 +362,10 @@ def split_memory(prepared: Prepared, budget: int) -> tuple[int, ...]:
     null = sum(prepared.bytes_per_block(pool) for pool in prepared.pools)
     if sum(needs) + null > budget:
         raise LayoutRefused(
-            f"one request of {prepared.max_model_len} tokens needs {_gib(sum(needs))} beside the null blocks of "
-            f"{len(needs)} pools, and {_gib(max(0, budget - null))} are there: give more memory or a shorter max_model_len"
+            f"one request of {prepared.max_model_len} tokens needs {_gib(sum(needs))} beside the null "
+            "blocks of "
+            f"{len(needs)} pools, and {_gib(max(0, budget - null))} are there: give more memory or a "
+            "shorter max_model_len"
         )
     return tuple(
         1 + (budget - null) * need // sum(needs) // prepared.bytes_per_block(pool)
@@ -446,24 +457,28 @@ def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str) ->
     for pool in {group.pool for group in groups}:
         members = [group for group in groups if group.pool == pool]
         pages = {spec.page_size_bytes for group in members for spec in group.layer_specs}
-        padded = any(s.page_size_padded is not None or s.stride_alignment_bytes > 1 for g in members for s in g.layer_specs)
+        padded = any(
+            s.page_size_padded is not None or s.stride_alignment_bytes > 1
+            for g in members
+            for s in g.layer_specs
+        )
         compact = set(memory_order[:2]) == {"L", "B"}
         if not compact and (padded or len(pages) > 1):
             raise LayoutRefused(
-                f"memory order {memory_order}: a page is not one run of bytes there, so pages can be neither padded "
-                f"nor of different sizes ({_sizes(pages)}): use LBNHC or BLHNC"
+                f"memory order {memory_order}: a page is not one run of bytes there, so pages can be "
+                f"neither padded nor of different sizes ({_sizes(pages)}): use LBNHC or BLHNC"
             )
         if len(pages) > 1 and len(members) > 1 and memory_order.startswith("L"):
             raise LayoutRefused(
-                f"memory order {memory_order}: pages of different sizes ({_sizes(pages)}) in several groups need "
-                "block-outermost memory: use BLHNC"
+                f"memory order {memory_order}: pages of different sizes ({_sizes(pages)}) in several "
+                "groups need block-outermost memory: use BLHNC"
             )
         strides = {block_stride(spec) for group in members for spec in group.layer_specs}
         if len(strides) > 1 and len(members) > 1 and memory_order.startswith("L"):
             raise LayoutRefused(
                 f"memory order {memory_order}: kernels that want their blocks aligned put blocks "
-                f"{' and '.join(map(str, sorted(strides)))} bytes apart, so blocks of different groups would overlap: "
-                "use BLHNC"
+                f"{' and '.join(map(str, sorted(strides)))} bytes apart, so blocks of different groups "
+                "would overlap: use BLHNC"
             )
 
 
@@ -533,4 +548,8 @@ def facts(layout: KVCacheConfig, length: int | None = None) -> dict:
         "tokens_old": c.tokens_old,
         "intercept_bytes": c.intercept_bytes,
         "slope_bytes": c.slope_bytes,
-    } | {f"waste_{cause}": share for cause, share in layout.waste(length).shares().items() if cause != "content"}
+    } | {
+        f"waste_{cause}": share
+        for cause, share in layout.waste(length).shares().items()
+        if cause != "content"
+    }

@@ -33,8 +33,14 @@ def rows(layout: KVCacheConfig) -> list[tuple[str, ...]]:
     blocks = capacity(layout).blocks_per_request
     return [
         (
-            str(g), describe(group.kv_cache_spec), str(len(group.layer_names)), f"{layout.tokens_per_block(g):,}",
-            pages(group), padding(group), f"{blocks[g]:,}", group.layer_names[0],
+            str(g),
+            describe(group.kv_cache_spec),
+            str(len(group.layer_names)),
+            f"{layout.tokens_per_block(g):,}",
+            pages(group),
+            padding(group),
+            f"{blocks[g]:,}",
+            group.layer_names[0],
         )  # fmt: skip
         for g, group in enumerate(layout.groups)
     ]
@@ -44,7 +50,8 @@ def describe(spec: KVCacheSpec) -> str:
     """A kind with the number that matters to it."""
     words = {
         FullAttentionSpec: "full", MLAAttentionSpec: "latent", SlidingWindowSpec: "window",
-        SlidingWindowMLASpec: "latent window", ChunkedLocalAttentionSpec: "chunk", CrossAttentionSpec: "cross",
+        SlidingWindowMLASpec: "latent window", ChunkedLocalAttentionSpec: "chunk",
+        CrossAttentionSpec: "cross",
         CircularBufferSpec: "ring",
     }  # fmt: skip
     if isinstance(spec, MambaSpec):
@@ -69,13 +76,19 @@ def text(layout: KVCacheConfig) -> str:
     widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
     lines = [summary(layout), ""]
     for n, row in enumerate(table):
-        cells = (cell.ljust(w) if i in (1, 7) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        cells = (
+            cell.ljust(w) if i in (1, 7) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))
+        )
         lines.append("  ".join(cells).rstrip())
         if n == 0:
             lines.append("  ".join("-" * w for w in widths))
     c, w = capacity(layout), waste(layout)
-    lines += ["", *log_lines(layout), f"a request costs {c.intercept_bytes:,.0f} bytes and {c.slope_bytes:,.0f} bytes "
-              f"for each token; old token label {c.tokens_old:,}", f"full memory: {w}"]  # fmt: skip
+    lines += ["", *log_lines(layout)]
+    lines.append(
+        f"a request costs {c.intercept_bytes:,.0f} bytes and {c.slope_bytes:,.0f} bytes for each token; "
+        f"old token label {c.tokens_old:,}"
+    )
+    lines.append(f"full memory: {w}")
     return "\n".join(lines)
 
 
@@ -86,8 +99,8 @@ def summary(layout: KVCacheConfig) -> str:
     blocks = " + ".join(f"{n:,}" for n in layout.pool_num_blocks)
     size = " + ".join(f"{layout.bytes_per_block(p):,}" for p in range(len(layout.pool_num_blocks)))
     return (
-        f"{name}{generic}: {blocks} blocks of {size} bytes in {layout.budget / 2**30:.2f} GiB, {layout.memory_order}, "
-        f"grouping {layout.grouping}, length {layout.max_model_len:,}"
+        f"{name}{generic}: {blocks} blocks of {size} bytes in {layout.budget / 2**30:.2f} GiB, "
+        f"{layout.memory_order}, grouping {layout.grouping}, length {layout.max_model_len:,}"
     )
 
 
@@ -110,7 +123,8 @@ def html_table(layout: KVCacheConfig) -> str:
 COMPARISON = {
     "strategy": "strategy", "groups": "groups", "num_blocks": "blocks", "bytes_per_block": "bytes/block",
     "blocks_per_request": "blocks/request", "concurrency": "requests", "tokens": "tokens",
-    "intercept_bytes": "bytes/request", "slope_bytes": "bytes/token", "waste_padding_layers": "padding layers",
+    "intercept_bytes": "bytes/request", "slope_bytes": "bytes/token",
+    "waste_padding_layers": "padding layers",
     "waste_padded_pages": "padded pages", "waste_last_block": "last block", "waste_reserve": "reserve",
 }  # fmt: skip
 
@@ -125,18 +139,24 @@ def comparison(name: str, budget: int, compared: list[dict]) -> str:
     widths = [max(len(row[i]) for row in table) for i in range(len(COMPARISON))]
     lines = [f"{name} in {budget / 2**30:.2f} GiB, requests of {length:,} tokens", ""]
     for n, cells in enumerate(table):
-        aligned = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths)))
+        aligned = (
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths))
+        )
         lines.append("  ".join(aligned).rstrip())
         if n == 0:
             lines.append("  ".join("-" * w for w in widths))
     refused = [row for row in compared if row["status"] != "ok"]
-    return "\n".join(lines + [""] * bool(refused) + [f"{row['strategy']}: refused: {row['reason']}" for row in refused])
+    return "\n".join(
+        lines + [""] * bool(refused) + [f"{row['strategy']}: refused: {row['reason']}" for row in refused]
+    )
 
 
 def _cell(column: str, value) -> str:
     if column.startswith("waste_"):
         return f"{value:.2%}"
-    return value if isinstance(value, str) else f"{value:,.2f}" if column == "concurrency" else f"{value:,.0f}"
+    return (
+        value if isinstance(value, str) else f"{value:,.2f}" if column == "concurrency" else f"{value:,.0f}"
+    )
 
 
 def refusal(error: Exception) -> dict:
@@ -156,7 +176,10 @@ def case(layouts: Mapping[int, KVCacheConfig | dict], grouped) -> dict:
         "model": grouped.model.name if grouped.model else None,
         "options": asdict(grouped.options) | {"max_in_flight_tokens": grouped.options.max_in_flight_tokens},
         "resolved": resolved_dict(grouped),
-        "groups": [group_dict(group, count, grouped) for group, count in zip(grouped.groups, grouped.blocks_per_request())],
+        "groups": [
+            group_dict(group, count, grouped)
+            for group, count in zip(grouped.groups, grouped.blocks_per_request())
+        ],
         "bytes_per_block": grouped.bytes_per_block(),
         "memory": {str(b): memory_dict(x) if not isinstance(x, dict) else x for b, x in layouts.items()},
     }
@@ -191,7 +214,8 @@ def group_dict(group: KVCacheGroupSpec, blocks: int, grouped) -> dict:
             "dcp_sharded": group.kv_cache_spec.dcp_sharded, "page_size_bytes": group.bytes_per_block,
             "prefix_cacheable": not isinstance(group.kv_cache_spec, CircularBufferSpec),
             "layers_by_spec": [
-                {"spec": spec_dict(s, cache_dtype), "layers": list(names)} for s, names in group.layers_by_spec()
+                {"spec": spec_dict(s, cache_dtype), "layers": list(names)}
+                for s, names in group.layers_by_spec()
             ],
         }  # fmt: skip
         page = group.bytes_per_block
@@ -206,7 +230,8 @@ def spec_dict(spec: KVCacheSpec, cache_dtype: str = "auto") -> dict:
     out = {
         "class": type(spec).__name__, "block_size": spec.block_size, "dcp_sharded": spec.dcp_sharded,
         "page_size_bytes": spec.page_size_bytes, "unpadded_page_size_bytes": spec.unpadded_page_size_bytes,
-        "page_size_padded": spec.page_size_padded, "prefix_cacheable": not isinstance(spec, CircularBufferSpec),
+        "page_size_padded": spec.page_size_padded,
+        "prefix_cacheable": not isinstance(spec, CircularBufferSpec),
     }  # fmt: skip
     if isinstance(spec, MambaSpec):
         out |= {
@@ -218,9 +243,11 @@ def spec_dict(spec: KVCacheSpec, cache_dtype: str = "auto") -> dict:
     if isinstance(spec, AttentionSpec):
         out |= {
             "num_kv_heads": spec.num_kv_heads, "head_size": spec.head_size, "head_size_v": spec.head_size_v,
-            "dtype": "uint8" if spec.dtype.startswith("float8") else spec.dtype, "kv_quant_mode": quant_mode(spec),
+            "dtype": "uint8" if spec.dtype.startswith("float8") else spec.dtype,
+            "kv_quant_mode": quant_mode(spec),
             "tokens_per_state": spec.tokens_per_state, "state_content_bytes": spec.state_content_bytes,
-            "sliding_window": getattr(spec, "sliding_window", None), "alignment": getattr(spec, "alignment", None),
+            "sliding_window": getattr(spec, "sliding_window", None),
+            "alignment": getattr(spec, "alignment", None),
             "attention_chunk_size": getattr(spec, "attention_chunk_size", None),
         }  # fmt: skip
     if isinstance(spec, SlidingWindowSpec):

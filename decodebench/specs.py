@@ -123,7 +123,9 @@ class KVCacheSpec:
         return self if all(other == self for other in others) else None
 
     def same_token_slots(self, other: KVCacheSpec) -> bool:
-        """Whether both layers need the same blocks of a request, whatever their pages (one group of mixed pages)."""
+        """Whether both layers need the same blocks of a request, whatever their pages (one group of mixed
+        pages).
+        """
         base = _slot_family(self)
         return isinstance(other, base) and self._same_slots(other)
 
@@ -245,8 +247,10 @@ class FullAttentionSpec(AttentionSpec):
         merged = replace(
             self, sliding_window=next(iter(windows), None), attention_chunk_size=next(iter(chunks), None)
         )
-        same = (replace(merged, sliding_window=s.sliding_window, attention_chunk_size=s.attention_chunk_size) == s
-                for s in specs)  # fmt: skip
+        same = (
+            replace(merged, sliding_window=s.sliding_window, attention_chunk_size=s.attention_chunk_size) == s
+            for s in specs
+        )
         return merged if all(same) else None
 
 

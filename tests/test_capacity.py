@@ -22,8 +22,12 @@ def delta(layers: int, **changes) -> dict:
                   max_position_embeddings=262144, mamba_ssm_dtype="float32", **changes)  # fmt: skip
 
 
-QWEN_08B = delta(24, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, linear_num_value_heads=16)
-QWEN_27B = delta(64, hidden_size=5120, num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48)
+QWEN_08B = delta(
+    24, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, linear_num_value_heads=16
+)
+QWEN_27B = delta(
+    64, hidden_size=5120, num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48
+)
 QWEN_35B = delta(40, hidden_size=2048, num_attention_heads=16, num_key_value_heads=2)
 GRANITE_SMALL = config(
     "granite-4.0-h-tiny", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, mamba_n_heads=128,
@@ -75,7 +79,9 @@ def test_delta_nets_with_prefix_caching(model, memory, block, padding, blocks, t
 
 
 def test_gemma_3_1b():
-    """25.39 GiB (416,008 blocks), length 2,048: 2 padding layers (9.09 %), 950,864 tokens by the old label, 461.21x."""
+    """25.39 GiB (416,008 blocks), length 2,048: 2 padding layers (9.09 %), 950,864 tokens by the old label,
+    461.21x.
+    """
     layout = plan("gemma-3-1b", 416_008 * 65_536, max_model_len=2048)
     c = capacity(layout)
     assert c.tokens_old == 950_864
@@ -114,7 +120,9 @@ def test_speculative_tokens_widen_the_convolution(tokens, block):
 
 def test_a_block_size_given_is_the_grain():
     """A state that needs 818 tokens' worth of page: 832 in steps of 16, 1,632 in steps of 816."""
-    model = delta(64, hidden_size=5120, num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48)
+    model = delta(
+        64, hidden_size=5120, num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48
+    )
     assert plan(model, "40GiB", num_speculative_tokens=7).resolved.block_size == 832
     grown = plan(model, "80GiB", num_speculative_tokens=7, block_size=816)
     assert grown.resolved.block_size == 1632
@@ -127,7 +135,11 @@ def test_intercept_and_slope_describe_the_cost():
         for length in (20_480, 32_000):
             c = capacity(layout, length)
             exact = sum(c.blocks_per_request) * layout.bytes_per_block()
-            assert 0 <= exact - (c.intercept_bytes + c.slope_bytes * length) < layout.bytes_per_block() * len(layout.groups)
+            assert (
+                0
+                <= exact - (c.intercept_bytes + c.slope_bytes * length)
+                < layout.bytes_per_block() * len(layout.groups)
+            )
 
 
 def test_one_tokens_figure_hides_both():
@@ -149,7 +161,9 @@ ATTENTION = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="
 
 
 def test_waste_by_cause():
-    """By hand: 2 + 1 layers of 128-byte pages, a state page of 100 bytes padded to 128, requests of 6 tokens."""
+    """By hand: 2 + 1 layers of 128-byte pages, a state page of 100 bytes padded to 128, requests of 6
+    tokens.
+    """
     state = MambaSpec(block_size=4, shapes=((25,),), dtypes=("float32",), page_size_padded=128)
     layout = small([[ATTENTION] * 2, [state]], blocks=10, max_model_len=6)
     # a request: 2 attention blocks and 1 state block; 9 usable blocks hold 3 requests

@@ -1,4 +1,5 @@
-"""Layers → groups: sizes, padding, merging, and what each strategy refuses. Small cases worked out by hand."""
+"""Layers → groups: sizes, padding, merging, and what each strategy refuses. Small cases worked out by hand.
+"""
 
 import pytest
 from hypothesis import given
@@ -82,7 +83,10 @@ def test_one_kind_is_one_group():
 def test_two_windows_do_not_share_a_group():
     other = SlidingWindowSpec(**HEADS, sliding_window=128)
     assert sizes(hybrid(layers((WINDOW, 2), (other, 2)))) == [2, 2]
-    both = layers((FullAttentionSpec(**HEADS, sliding_window=64), 1), (FullAttentionSpec(**HEADS, sliding_window=128), 1))
+    both = layers(
+        (FullAttentionSpec(**HEADS, sliding_window=64), 1),
+        (FullAttentionSpec(**HEADS, sliding_window=128), 1),
+    )
     groups = hybrid(both)
     assert sizes(groups) == [2] and groups[0].mixed
 
@@ -122,7 +126,9 @@ def test_promotion():
     # windows alone are one kind already
     assert promote(layers((WINDOW, 3))) == layers((WINDOW, 3))
     assert sizes(promoted(layers((FULL, 2), (WINDOW, 4)))) == [6]
-    latent = SlidingWindowMLASpec(block_size=16, num_kv_heads=1, head_size=24, dtype="bfloat16", sliding_window=8)
+    latent = SlidingWindowMLASpec(
+        block_size=16, num_kv_heads=1, head_size=24, dtype="bfloat16", sliding_window=8
+    )
     with pytest.raises(GroupingRefused, match="latent"):
         promote({"a": MLA, "b": latent})
     with pytest.raises(GroupingRefused):
@@ -130,7 +136,9 @@ def test_promotion():
 
 
 def test_packed_splits_windows_to_what_a_block_holds():
-    """As gemma-4 with block-outermost memory: 5 wide pages hold 10 narrow ones, so 25 windows make 3 groups."""
+    """As gemma-4 with block-outermost memory: 5 wide pages hold 10 narrow ones, so 25 windows make 3
+    groups.
+    """
     wide = FullAttentionSpec(**(HEADS | {"head_size": 16}))
     groups = packed(layers((WINDOW, 25), (wide, 5)))
     assert sizes(groups) == [9, 8, 8, 5]
@@ -139,7 +147,9 @@ def test_packed_splits_windows_to_what_a_block_holds():
 
 
 def test_packed_repeats_a_pattern():
-    """A bucket with equally many layers of two page sizes stays whole; others are split into as many repeats."""
+    """A bucket with equally many layers of two page sizes stays whole; others are split into as many
+    repeats.
+    """
     wide = FullAttentionSpec(**(HEADS | {"head_size": 16}))
     specs = {}
     for i in range(3):
@@ -155,6 +165,7 @@ def test_packed_repeats_a_pattern():
 def test_least_padding(values, floor):
     def padding(d):
         return sum(-v % d for v in values)
+
     d = least_padding(values, floor)
     assert d >= floor
     for other in range(max(1, floor), max(values) + 1):
@@ -180,7 +191,9 @@ def test_separate_gives_a_pool_to_each_kind():
     assert groups[0].kv_cache_spec.page_size_bytes == 200
 
 
-@pytest.mark.parametrize("name", ["", "hybird", "fixed", "fixed()", "fixed(x)", "hybrid(2)", "fixed(-1)", "auto "])
+@pytest.mark.parametrize(
+    "name", ["", "hybird", "fixed", "fixed()", "fixed(x)", "hybrid(2)", "fixed(-1)", "auto "]
+)
 def test_names_that_are_no_strategy(name):
     with pytest.raises(GroupingRefused, match="known are auto, hybrid"):
         strategy(name)
@@ -189,14 +202,17 @@ def test_names_that_are_no_strategy(name):
 def test_strategies_by_name():
     specs = layers((WINDOW, 4), (FULL, 2))
     assert sizes(strategy("fixed(2)")[1](specs)) == [2, 2, 2]
-    assert {name: sizes(strategy(name)[1](specs)) for name in STRATEGIES if not STRATEGIES[name].parameter} == {
+    plain = [name for name, how in STRATEGIES.items() if not how.parameter]
+    assert {name: sizes(strategy(name)[1](specs)) for name in plain} == {
         "hybrid": [2, 2, 2], "packed": [2, 2, 2], "promoted": [6], "separate": [4, 2], "per_layer": [1] * 6,
     }  # fmt: skip
 
 
 def test_auto_is_packed_only_where_pages_differ_and_blocks_are_outermost():
     wide = FullAttentionSpec(**(HEADS | {"head_size": 16}))
-    assert auto(layers((WINDOW, 4), (FULL, 2)), block_outermost=True) == hybrid(layers((WINDOW, 4), (FULL, 2)))
+    assert auto(layers((WINDOW, 4), (FULL, 2)), block_outermost=True) == hybrid(
+        layers((WINDOW, 4), (FULL, 2))
+    )
     mixed = layers((WINDOW, 25), (wide, 5))
     assert auto(mixed, block_outermost=True) == packed(mixed)
     assert auto(mixed) == hybrid(mixed)

@@ -1,4 +1,5 @@
-"""Layouts hold their invariants or are refused with a reason; memory, lengths, small copies of big layouts."""
+"""Layouts hold their invariants or are refused with a reason; memory, lengths, small copies of big layouts.
+"""
 
 import json
 from itertools import pairwise
@@ -46,14 +47,19 @@ def named(drawn) -> dict:
 
 
 def check_invariants(layout, specs: dict):
-    """Every layer once; all pages inside the memory; pages of one block id apart; blocks of one layer apart."""
+    """Every layer once; all pages inside the memory; pages of one block id apart; blocks of one layer
+    apart.
+    """
     assert sorted(layout.layer_names) == sorted(specs)
     assert set(layout.placement) == set(specs)
     assert layout.size <= layout.budget
     for name, spec in layout.layer_specs.items():
         offset, stride = layout.placement[name]
         blocks = layout.num_blocks_of(layout.group_of[name])
-        assert spec.page_size_bytes >= specs[name].unpadded_page_size_bytes * spec.block_size // specs[name].block_size
+        assert (
+            spec.page_size_bytes
+            >= specs[name].unpadded_page_size_bytes * spec.block_size // specs[name].block_size
+        )
         assert stride >= spec.page_size_bytes
         assert stride % spec.stride_alignment_bytes == 0
         assert offset >= 0 and offset + (blocks - 1) * stride + spec.page_size_bytes <= layout.size
@@ -93,7 +99,8 @@ def check_aliasing(layout, one, other, blocks: int):
 
 @settings(max_examples=2000, deadline=None)
 @given(
-    drawn=LAYERS, grouping=st.sampled_from(GROUPINGS), order=st.sampled_from([None, "LBNHC", "BLHNC", "LBHNC", "BLNHC"]),
+    drawn=LAYERS, grouping=st.sampled_from(GROUPINGS), order=st.sampled_from([None, "LBNHC", "BLHNC",
+    "LBHNC", "BLNHC"]),
     budget=st.integers(1, 4_000_000), length=st.integers(1, 3000), dcp=st.sampled_from([1, 1, 2]),
 )  # fmt: skip
 def test_a_layout_holds_its_invariants_or_is_refused(drawn, grouping, order, budget, length, dcp):
@@ -125,14 +132,16 @@ def test_a_layout_holds_its_invariants_or_is_refused(drawn, grouping, order, bud
 @settings(max_examples=150, deadline=None)
 @given(
     # every family, but not those of hundreds of layers: the invariants are the same
-    model=st.sampled_from([name for name in list_models() if len(load_model(name).layers) < 100]), grouping=st.sampled_from(GROUPINGS), block=st.sampled_from([None, 16, 64, 96]),
+    model=st.sampled_from([name for name in list_models() if len(load_model(name).layers) < 100]),
+    grouping=st.sampled_from(GROUPINGS), block=st.sampled_from([None, 16, 64, 96]),
     tp=st.sampled_from([1, 2, 4]), dtype=st.sampled_from(["auto", "fp8", "fp8_e5m2"]), pc=st.booleans(),
     spec=st.sampled_from([0, 0, 1, 3]), memory=st.integers(2**26, 2**36),
 )  # fmt: skip
 def test_models_too(model, grouping, block, tp, dtype, pc, spec, memory):
     try:
         layout = plan(model, memory, block, grouping, tensor_parallel_size=tp, kv_cache_dtype=dtype,
-                      enable_prefix_caching=pc, num_speculative_tokens=spec, max_model_len="auto")  # fmt: skip
+                      enable_prefix_caching=pc, num_speculative_tokens=spec,
+                      max_model_len="auto")  # fmt: skip
     except DecodebenchError as error:
         assert str(error)
         return
@@ -151,7 +160,9 @@ def test_groups_alias_on_purpose():
 def test_pools_do_not_alias():
     layout = plan("jamba-v0.1", "8GiB", grouping="separate")
     assert len(layout.pool_num_blocks) == len(layout.groups) == 2
-    ends = [max(extents(layout, group, layout.num_blocks_of(g) - 1))[1] for g, group in enumerate(layout.groups)]
+    ends = [
+        max(extents(layout, group, layout.num_blocks_of(g) - 1))[1] for g, group in enumerate(layout.groups)
+    ]
     starts = [min(extents(layout, group, 0))[0] for group in layout.groups]
     assert ends[0] <= starts[1]
     # no page is padded where kinds do not share memory
@@ -188,13 +199,23 @@ def test_a_length_that_fits_is_named_and_taken():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("8GiB", 2**33), ("8 GB", 8 * 10**9), ("1024", 1024), (77, 77), ("1.5k", 1536), ("512m", 2**29), ("2TiB", 2**41)],
+    [
+        ("8GiB", 2**33),
+        ("8 GB", 8 * 10**9),
+        ("1024", 1024),
+        (77, 77),
+        ("1.5k", 1536),
+        ("512m", 2**29),
+        ("2TiB", 2**41),
+    ],
 )
 def test_memory(text, number):
     assert parse_memory(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "8 apples", "-8GiB", "0", 0, -5, "1e9", "nan", None, True, "99999999999999TiB"])
+@pytest.mark.parametrize(
+    "text", ["", "8 apples", "-8GiB", "0", 0, -5, "1e9", "nan", None, True, "99999999999999TiB"]
+)
 def test_memory_that_is_none(text):
     with pytest.raises(LayoutRefused, match="memory"):
         parse_memory(text)

@@ -52,7 +52,9 @@ def options_of(case: dict) -> dict:
 def canonical(spec: dict) -> dict:
     """A dumped spec without the fields that only say which model it was made for."""
     if "layers_by_spec" in spec:
-        inner = [{"spec": canonical(part["spec"]), "layers": part["layers"]} for part in spec["layers_by_spec"]]
+        inner = [
+            {"spec": canonical(part["spec"]), "layers": part["layers"]} for part in spec["layers_by_spec"]
+        ]
         return spec | {"layers_by_spec": inner}
     return {key: value for key, value in spec.items() if key != "model_version" and value is not None}
 
@@ -106,4 +108,6 @@ def test_layers(model: str):
 
 
 def test_all_cases_are_here():
-    assert sum(len(golden(path.name.removesuffix(".json.gz"))["cases"]) for path in GOLDENS.glob("*.gz")) >= 375
+    assert (
+        sum(len(golden(path.name.removesuffix(".json.gz"))["cases"]) for path in GOLDENS.glob("*.gz")) >= 375
+    )

@@ -17,7 +17,12 @@ def windows(model) -> list:
 
 def test_a_plain_model():
     model = load_model(TINY)
-    assert (model.model_type, model.dtype, model.max_model_len, model.generic) == ("llama", "float16", 1024, False)
+    assert (model.model_type, model.dtype, model.max_model_len, model.generic) == (
+        "llama",
+        "float16",
+        1024,
+        False,
+    )
     specs = model.layer_specs(CacheOptions(tensor_parallel_size=2))
     assert list(specs) == [f"model.layers.{i}.self_attn.attn" for i in range(4)]
     expected = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float16")
@@ -31,7 +36,9 @@ def test_known_models_say_where_their_values_come_from():
         model = load_model(name)
         assert model.name == name and model.source != name and not model.generic
         config = json.loads((DATA / name / "config.json").read_text())
-        beyond = set(config) - set(model.fields_used) - {"_source", "architectures", "model_type", "torch_dtype"}
+        beyond = (
+            set(config) - set(model.fields_used) - {"_source", "architectures", "model_type", "torch_dtype"}
+        )
         assert not beyond, f"{name}: fields that shape no cache"
 
 
@@ -53,19 +60,23 @@ def test_the_same_from_a_path_a_folder_and_a_dictionary(tmp_path):
         ({"model_type": "phi3", "sliding_window": 0}, [None] * 4),
         # Qwen's window has a switch
         ({"model_type": "qwen3", "sliding_window": 32, "use_sliding_window": False}, [None] * 4),
-        ({"model_type": "qwen3", "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}, [32] * 4),
+        ({"model_type": "qwen3", "sliding_window": 32, "use_sliding_window": True,
+        "max_window_layers": 0}, [32] * 4),
         # patterns of the config classes
         ({"model_type": "gemma2", "sliding_window": 32}, [32, None, 32, None]),
         ({"model_type": "gpt_oss", "layer_types": ["full_attention"] * 4}, [128, None, 128, None]),
         ({"model_type": "cohere2", "sliding_window": 32}, [33, 33, 33, None]),
         ({"model_type": "cohere2", "sliding_window": 32, "sliding_window_pattern": 2}, [33, None, 33, None]),
-        ({"model_type": "exaone4", "sliding_window": 32, "sliding_window_pattern": "LLG"}, [32, 32, None, 32]),
+        ({"model_type": "exaone4", "sliding_window": 32, "sliding_window_pattern": "LLG"}, [32, 32, None,
+        32]),
         ({"model_type": "exaone4", "sliding_window": None}, [None] * 4),
         ({"model_type": "olmo3"}, [4096, 4096, 4096, None]),
-        ({"model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2}, [32, None, 32, None]),
+        ({"model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2}, [32, None, 32,
+        None]),
         # windows to both sides: half on each
         ({"model_type": "gemma3_text", "sliding_window": 32, "use_bidirectional_attention": True}, [17] * 4),
-        ({"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        ({"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention",
+        "full_attention"] * 2},
          [8, None, 8, None]),
     ],
 )  # fmt: skip
@@ -96,7 +107,9 @@ def test_gemma4_has_two_kinds_of_heads():
 
 def test_multimodal_configs_have_a_text_config():
     text = {k: v for k, v in TINY.items() if k != "torch_dtype"}
-    model = load_model({"model_type": "llava", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}})
+    model = load_model(
+        {"model_type": "llava", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    )
     assert model.layer_names[0] == "language_model.model.layers.0.self_attn.attn"
     assert (model.dtype, model.model_type, model.generic) == ("bfloat16", "llama", False)
     # the text config's type may be left out where the outer one says it
@@ -137,21 +150,27 @@ def test_checkpoints_that_ask_for_a_cache_dtype():
 def test_packed_formats():
     """Bytes of a head and token: nvfp4 (4 bits and a scale for 16), scales per head, MLA with scales."""
     model = load_model(TINY | {"head_dim": 64})
+
     def entry(dtype):
         return next(iter(model.layer_specs(CacheOptions(kv_cache_dtype=dtype)).values())).entry_bytes
+
     assert entry("nvfp4") == 2 * (32 + 4)
     assert entry("fp8_per_token_head") == 2 * (64 + 4)
     assert entry("int4_per_token_head") == 2 * (32 + 4)
-    spec = next(iter(load_model("deepseek-v3").layer_specs(CacheOptions(kv_cache_dtype="fp8_ds_mla")).values()))
+    spec = next(
+        iter(load_model("deepseek-v3").layer_specs(CacheOptions(kv_cache_dtype="fp8_ds_mla")).values())
+    )
     assert spec.page_size_bytes == 64 * 656 and spec.parts()[0].zeros_only
 
 
 def test_indexers_may_be_shared():
     base = {"model_type": "glm_moe_dsa", "num_hidden_layers": 6, "num_attention_heads": 8, "index_topk": 64,
             "kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}  # fmt: skip
+
     def indexers(**fields):
         names = load_model(base | fields).layer_names
         return [int(name.split(".")[2]) for name in names if "indexer" in name]
+
     assert indexers() == [0, 1, 2, 3, 4, 5]
     assert indexers(index_topk_freq=2, index_skip_topk_offset=2) == [0, 1, 3, 5]
     assert indexers(index_topk_pattern="FSFSSS") == [0, 2]
@@ -179,7 +198,8 @@ def test_an_unknown_family_is_read_by_its_fields():
     model = load_model(TINY | {
         "model_type": "brand_new", "num_hidden_layers": 4, "sliding_window": 32,
         "layer_types": ["sliding_attention", "full_attention", "linear_attention", "mamba"],
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4,
     })  # fmt: skip
     assert model.generic
@@ -193,7 +213,10 @@ def test_an_unknown_family_is_read_by_its_fields():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"layer_types": ["full_attention", "holographic", "full_attention", "full_attention"]}, "holographic"),
+        (
+            {"layer_types": ["full_attention", "holographic", "full_attention", "full_attention"]},
+            "holographic",
+        ),
         ({"mamba_d_state": 16}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_num_value_heads"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
@@ -230,7 +253,10 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(changes, says):
         ({"model_type": None}, "model_type"),
         ({"model_type": 7}, "model_type"),
         ({"torch_dtype": "int3"}, "torch_dtype = 'int3'"),
-        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "not served"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            "not served",
+        ),
         ({"model_type": "jamba", "attn_layer_period": 0}, "attn_layer_period = 0"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*X"}, "'X' is none of"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "----"}, "no layer of this model stores"),
@@ -252,6 +278,7 @@ def test_files_that_are_no_config(tmp_path):
             path.write_bytes(content)
         with pytest.raises(ConfigError, match=says):
             load_model(path)
+
     refused(b"{not json", "not JSON")
     refused(b"[1, 2]", "list instead of an object")
     refused(b"\xff\xfe\x00", "cannot be read as text")
@@ -279,9 +306,18 @@ def test_every_family_refuses_an_empty_config_by_name(model_type):
 
 @pytest.mark.parametrize("name", list_models())
 def test_nonsense_in_any_field_is_named_or_harmless(name):
-    """A known config with one field after another replaced: no reader answers with anything but a named error."""
+    """A known config with one field after another replaced: no reader answers with anything but a named
+    error.
+    """
     config = json.loads((DATA / name / "config.json").read_text())
-    for field in (*config, "quantization_config", "layers_block_type", "rope_scaling", "sliding_window", "text_config"):
+    for field in (
+        *config,
+        "quantization_config",
+        "layers_block_type",
+        "rope_scaling",
+        "sliding_window",
+        "text_config",
+    ):
         for value in (0, -1, 3, 2.5, "x", [], ["x"], [[]], {}, {"x": {}}, None, True, 10**12):
             try:
                 load_model(config | {field: value}).layer_specs(CacheOptions(max_model_len=None))

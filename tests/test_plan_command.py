@@ -23,7 +23,9 @@ def test_the_table(capsys):
     code, out, err = run(capsys, "jamba-v0.1", "--memory", "8GiB")
     assert (code, err) == (0, "")
     assert "6,553 blocks" in out
-    rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit() and "model.layers" in line]
+    rows = [
+        line.split() for line in out.splitlines() if line.strip()[:1].isdigit() and "model.layers" in line
+    ]
     assert [(row[1], row[2], row[3]) for row in rows] == [("mamba1", "4", "80")] * 7 + [("full", "4", "80")]
     assert "Setting attention block size to 80 tokens" in out
     assert "Padding mamba page size by 5.26%" in out
@@ -118,7 +120,8 @@ def test_a_cold_plan_loads_nothing_heavy():
     """From standard input, in a process of its own: no torch, no pandas, no numpy."""
     script = (
         "import sys; from decodebench.__main__ import main; code = main(['plan', '-', '--compare']); "
-        "heavy = {'torch', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules); print(heavy, file=sys.stderr); sys.exit(code)"
+        "heavy = {'torch', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules); print(heavy, "
+        "file=sys.stderr); sys.exit(code)"
     )
     config = (DATA / "gemma-3-1b" / "config.json").read_text()
     done = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, text=True)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from decodebench.models.families import FAMILIES, Family
 from decodebench.models.fields import ConfigError, Fields, read_config
+from decodebench.models.generic import GENERIC
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, model_length
-from decodebench.models.generic import GENERIC
 from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
 
 __all__ = [
-    "FAMILIES", "AttentionLayer", "CacheOptions", "ConfigError", "Family", "IndexerLayer", "LatentLayer", "Layer",
-    "Model", "OptionError", "Resolved", "StateLayer", "list_models", "load_model",
+    "FAMILIES", "AttentionLayer", "CacheOptions", "ConfigError", "Family", "IndexerLayer", "LatentLayer",
+    "Layer", "Model", "OptionError", "Resolved", "StateLayer", "list_models", "load_model",
 ]  # fmt: skip
 
 #: config.json facts of known models
@@ -60,7 +60,9 @@ def read_model(config: Mapping, name: str) -> Model:
     except ConfigError as error:
         if not generic:
             raise
-        raise ConfigError(f"{error} (no reader knows model_type {model_type!r}, so its fields were read by name alone)") from None
+        raise ConfigError(
+            f"{error} (no reader knows model_type {model_type!r}, so its fields were read by name alone)"
+        ) from None
     layers, shared = found if isinstance(found, tuple) else (found, {})
     if not layers:
         raise ConfigError(f"{name}: no layer of this model stores anything: there is no cache to plan")
@@ -76,7 +78,9 @@ def read_model(config: Mapping, name: str) -> Model:
         generic=generic,
         kernel_block_size=kernel_block_size(family, layers),
         ssm_dtype=state_dtype(f, field, default) if field else default,
-        kv_cache_dtype=family.kv_cache_dtype if family.kv_cache_dtype != "auto" else checkpoint_kv_dtype(outer),
+        kv_cache_dtype=family.kv_cache_dtype
+        if family.kv_cache_dtype != "auto"
+        else checkpoint_kv_dtype(outer),
         memory_order=family.memory_order,
         fields_used=tuple(sorted(f.used)),
         **lengths,
@@ -94,7 +98,8 @@ TEXT_TYPES = {
 }  # fmt: skip
 #: multimodal model type → path of its language model; "language_model." where it has a text config
 TEXT_PREFIXES = {
-    "lfm2_vl": "language.", "deepseek_vl_v2": "language.", "ovis": "llm.", "ovis2_5": "llm.", "minicpmv": "llm.",
+    "lfm2_vl": "language.", "deepseek_vl_v2": "language.", "ovis": "llm.", "ovis2_5": "llm.",
+    "minicpmv": "llm.",
     "qwen2_vl": "language_model.", "qwen2_5_vl": "language_model.",
 }  # fmt: skip
 
@@ -104,7 +109,9 @@ def text_config(outer: Fields) -> tuple[Fields, str]:
     model_type = str(outer.values.get("model_type"))
     fields, prefix = outer, TEXT_PREFIXES.get(model_type, "")
     for _ in range(2):  # thinker_config holds a text_config of its own
-        inner = next((fields.values[n] for n in TEXT_CONFIGS if isinstance(fields.values.get(n), Mapping)), None)
+        inner = next(
+            (fields.values[n] for n in TEXT_CONFIGS if isinstance(fields.values.get(n), Mapping)), None
+        )
         if inner is None:
             break
         prefix = TEXT_PREFIXES.get(model_type, "language_model.")

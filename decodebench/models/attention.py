@@ -37,11 +37,18 @@ def window(f: Fields, gate: str | None = None) -> int | None:
 
 
 def every(period: int, *names: str) -> Types:
-    """Every ``period``-th layer attends to everything, the others to a window; a field may give the period."""
+    """Every ``period``-th layer attends to everything, the others to a window; a field may give the period.
+    """
 
     def types(f: Fields, length: int) -> list[str]:
         given = f.get(*names) if names else None
-        n = len(given) if isinstance(given, str) else f.integer(*names, default=period, least=0) if names else period
+        n = (
+            len(given)
+            if isinstance(given, str)
+            else f.integer(*names, default=period, least=0)
+            if names
+            else period
+        )
         if n == 0 or window(f) is None:
             return ["full_attention"] * length
         return ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(length)]
@@ -76,7 +83,8 @@ def all_or_none(f: Fields, length: int) -> list[str]:
     first = f.integer("max_window_layers", default=length, least=0)
     types = given or ["sliding_attention" if i >= first else "full_attention" for i in range(length)]
     if len(set(types)) > 1 and first != length:
-        raise f.wrong(("max_window_layers",), first, "a window for some of the layers only is not served by vLLM: "
+        raise f.wrong(("max_window_layers",), first, "a window for some of the layers only is not "
+                       "served by vLLM: "
                       "set use_sliding_window to false")  # fmt: skip
     # a mix that is let through is not applied per layer: those layers attend to everything
     return types if len(set(types)) == 1 else ["full_attention"] * length
@@ -88,7 +96,9 @@ def everywhere(f: Fields, length: int) -> list[str]:
 
 
 def as_a_whole(f: Fields, length: int) -> list[str]:
-    """The window holds for every layer, or for none where layers are of several types: they are not told apart."""
+    """The window holds for every layer, or for none where layers are of several types: they are not told
+    apart.
+    """
     types = f.get("layer_types")
     if isinstance(types, list) and any(kind not in SLIDING for kind in types):
         return ["full_attention"] * length
@@ -115,7 +125,10 @@ def read_attention(
             raise f.missing("sliding_window")
         layers.append(
             AttentionLayer(
-                f"{root}.{i}.{path}", count, kv_heads, size,
+                f"{root}.{i}.{path}",
+                count,
+                kv_heads,
+                size,
                 sliding_window=span + widen if kind in SLIDING and span else None,
                 attention_chunk_size=chunk if kind in CHUNKED else None,
             )  # fmt: skip
@@ -137,7 +150,9 @@ def read_gemma3(f: Fields, root: str) -> list[Layer]:
     kinds = kinds or every(6, "sliding_window_pattern", "_sliding_window_pattern")(f, length)
     span = halved_window(f, kinds)
     return [
-        AttentionLayer(f"{root}.{i}.self_attn.attn", *heads(f), sliding_window=span if kind in SLIDING else None)
+        AttentionLayer(
+            f"{root}.{i}.self_attn.attn", *heads(f), sliding_window=span if kind in SLIDING else None
+        )
         for i, kind in enumerate(kinds)
     ]
 
@@ -150,14 +165,20 @@ def read_gemma3n(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
 
 
 def read_gemma4(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
-    """Windows with small heads, full attention with large ones; the last layer always attends to everything."""
+    """Windows with small heads, full attention with large ones; the last layer always attends to
+    everything.
+    """
     length = f.layer_count()
     kinds = f.listing("layer_types", length=length, choices=KINDS) or every(6)(f, length)
     kinds[-1] = "full_attention"
     count, kv_heads, size = heads(f)
     per_layer = f.get("per_layer_config")
     if isinstance(per_layer, Mapping):
-        own = {int(key): value for key, value in per_layer.items() if str(key).isdigit() and isinstance(value, Mapping)}
+        own = {
+            int(key): value
+            for key, value in per_layer.items()
+            if str(key).isdigit() and isinstance(value, Mapping)
+        }
     else:
         wide = {"head_dim": f.integer("global_head_dim", default=512)}
         if f.get("attention_k_eq_v", default=False) and f.has("num_global_key_value_heads"):
@@ -182,7 +203,9 @@ def with_shared(
     length, span = len(kinds), halved_window(f, kinds)
     first = length - f.integer("num_kv_shared_layers", default=0, least=0)
     if first < 0 or (first == 0 and length > 0):
-        raise f.wrong(("num_kv_shared_layers",), length - first, f"there are {length} layers, one must have a cache")
+        raise f.wrong(
+            ("num_kv_shared_layers",), length - first, f"there are {length} layers, one must have a cache"
+        )
     layers: list[Layer] = []
     shared: dict[str, str] = {}
     for i, kind in enumerate(kinds):
@@ -192,7 +215,11 @@ def with_shared(
             continue
         before = [j for j in range(first) if kinds[j] == kind]
         if not before:
-            raise f.wrong(("layer_types",), kind, f"layer {i} is to share a cache, and no layer before {first} is like it")
+            raise f.wrong(
+                ("layer_types",),
+                kind,
+                f"layer {i} is to share a cache, and no layer before {first} is like it",
+            )
         shared[name] = f"{root}.{before[-1]}.self_attn.attn"
     return layers, shared
 
@@ -204,7 +231,9 @@ def read_llama4(f: Fields, root: str) -> list[Layer]:
     interval = f.integer("no_rope_layer_interval", default=4)
     rope = rope or [int((i + 1) % interval != 0) for i in range(length)]
     return [
-        AttentionLayer(f"{root}.{i}.self_attn.attn", *heads(f), attention_chunk_size=chunk if rope[i] else None)
+        AttentionLayer(
+            f"{root}.{i}.self_attn.attn", *heads(f), attention_chunk_size=chunk if rope[i] else None
+        )
         for i in range(length)
     ]
 
@@ -244,7 +273,9 @@ def read_whisper(f: Fields, root: str) -> list[Layer]:
     layers: list[Layer] = []
     for i in range(f.layer_count("decoder_layers")):
         layers.append(AttentionLayer(f"{root}.{i}.layers.self_attn.attn", count, count, width // count))
-        layers.append(AttentionLayer(f"{root}.{i}.layers.encoder_attn.attn", count, count, width // count, cross=True))
+        layers.append(
+            AttentionLayer(f"{root}.{i}.layers.encoder_attn.attn", count, count, width // count, cross=True)
+        )
     return layers
 
 
@@ -257,7 +288,10 @@ def read_multi_head(
     size = f.integer(width, "hidden_size") // n
     if size < 1:
         raise f.wrong((count,), n, "more heads than values")
-    return [AttentionLayer(f"{root}.{i}.{path}", n, n, size) for i in range(f.layer_count(depth, "num_hidden_layers"))]
+    return [
+        AttentionLayer(f"{root}.{i}.{path}", n, n, size)
+        for i in range(f.layer_count(depth, "num_hidden_layers"))
+    ]
 
 
 def read_falcon(f: Fields, root: str) -> list[Layer]:

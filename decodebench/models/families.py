@@ -49,7 +49,9 @@ def attending(max_position_embeddings: int, kv_heads: int | None = None, head_di
     return Family(attention.read_attention, arguments, known)
 
 
-def full(max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None, **more) -> Family:
+def full(
+    max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None, **more
+) -> Family:
     """A family whose layers are all alike, whatever ``layer_types`` says."""
     return attending(max_position_embeddings, kv_heads, head_dim, types=as_a_whole, always=True, **more)
 
@@ -59,7 +61,8 @@ def no_window(f: Fields, length: int) -> list[str]:
 
 
 def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments) -> Family:
-    defaults = {"max_position_embeddings": max_position_embeddings, "kv_lora_rank": 512, "qk_rope_head_dim": rope,
+    defaults = {"max_position_embeddings": max_position_embeddings, "kv_lora_rank": 512,
+    "qk_rope_head_dim": rope,
                 "qk_nope_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128}  # fmt: skip
     return Family(read, arguments, defaults, kernel_block_size=64)
 
@@ -80,7 +83,8 @@ ZAMBA_2 = {
     "hybrid_layer_ids": [6, 12, 18, 24, 30, 36, 42, 47, 51],
 }  # fmt: skip
 NEMOTRON_H = {
-    "max_position_embeddings": 4096, "num_key_value_heads": 8, "head_dim": 128, "conv_kernel": 4, "n_groups": 8,
+    "max_position_embeddings": 4096, "num_key_value_heads": 8, "head_dim": 128, "conv_kernel": 4,
+    "n_groups": 8,
     "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
 }  # fmt: skip
 
@@ -125,16 +129,23 @@ FAMILIES: dict[str, Family] = {
     "internlm3": full(32768),
     "mimo": full(32768),
     "gpt2": Family(
-        attention.read_multi_head, {"path": "attn.attn", "count": "n_head", "width": "n_embd", "depth": "n_layer"},
-        {"n_positions": 1024}, root="transformer.h",
+        attention.read_multi_head,
+        {"path": "attn.attn", "count": "n_head", "width": "n_embd", "depth": "n_layer"},
+        {"n_positions": 1024},
+        root="transformer.h",
     ),  # fmt: skip
-    "gpt_neox": Family(attention.read_multi_head, {"path": "attention.attn"}, {"max_position_embeddings": 2048}),
+    "gpt_neox": Family(
+        attention.read_multi_head, {"path": "attention.attn"}, {"max_position_embeddings": 2048}
+    ),
     "opt": Family(
-        attention.read_multi_head, {"path": "self_attn.attn"}, {"max_position_embeddings": 2048},
+        attention.read_multi_head,
+        {"path": "self_attn.attn"},
+        {"max_position_embeddings": 2048},
         root="model.decoder.layers",
     ),  # fmt: skip
     "bloom": Family(
-        attention.read_multi_head, {"path": "self_attention.attn", "count": "n_head", "depth": "n_layer"},
+        attention.read_multi_head,
+        {"path": "self_attention.attn", "count": "n_head", "depth": "n_layer"},
         root="transformer.h",
     ),  # fmt: skip
     "falcon": Family(attention.read_falcon, defaults={"max_position_embeddings": 2048}, root="transformer.h"),
@@ -142,19 +153,35 @@ FAMILIES: dict[str, Family] = {
     "gemma2": attending(8192, kv_heads=4, head_dim=256, sliding_window=4096, types=every(2)),
     "gemma3_text": Family(
         attention.read_gemma3,
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+        },
     ),
     "gemma3n_text": Family(
         attention.read_gemma3n,
-        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512,
-                  "num_kv_shared_layers": 15},
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "num_kv_shared_layers": 15,
+        },
     ),  # fmt: skip
     "gemma4_text": Family(
         attention.read_gemma4,
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 512,
+        },
     ),
-    "gpt_oss": attending(131072, kv_heads=8, head_dim=64, sliding_window=128, path="attn.attn", types=alternating,
-                         always=True),  # fmt: skip
+    "gpt_oss": attending(
+        131072, kv_heads=8, head_dim=64, sliding_window=128, path="attn.attn", types=alternating, always=True
+    ),  # fmt: skip
     "cohere2": attending(8192, sliding_window=4096, types=every(4, "sliding_window_pattern"), widen=1),
     "cohere2_moe": attending(8192, sliding_window=4096, types=dense_first, widen=1),
     "granite_swa": attending(2048, sliding_window=128, types=first_of(4)),
@@ -162,19 +189,30 @@ FAMILIES: dict[str, Family] = {
     "exaone4": attending(2048, sliding_window=4096, types=every(4, "sliding_window_pattern")),
     "exaone_moe": attending(2048, sliding_window=4096, types=every(4, "sliding_window_pattern")),
     "cwm": attending(131072, kv_heads=8, head_dim=128, sliding_window=8192, types=first_of(4)),
-    "afmoe": attending(16384, head_dim=128, sliding_window=1024, types=every(4, "global_attn_every_n_layers")),
+    "afmoe": attending(
+        16384, head_dim=128, sliding_window=1024, types=every(4, "global_attn_every_n_layers")
+    ),
     "laguna": attending(131072, kv_heads=8, head_dim=128, sliding_window=512, types=no_window),
     "mimo_v2_flash": Family(
         attention.read_mimo,
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
-                  "sliding_window": 128},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "sliding_window": 128,
+        },
     ),  # fmt: skip
     "mimo_v2": Family(attention.read_mimo, defaults={"max_position_embeddings": 131072}),
     # chunks
     "llama4_text": Family(
         attention.read_llama4,
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
-                  "attention_chunk_size": 8192},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_chunk_size": 8192,
+        },
     ),  # fmt: skip
     # encoder and decoder
     "whisper": Family(attention.read_whisper, defaults={"max_target_positions": 448}, root=".decoder.layers"),
@@ -187,56 +225,98 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": mla(latent.read_deepseek, 202752),
     "longcat_flash": mla(latent.read_latent, 131072, per_layer=2),
     "minicpm3": Family(
-        latent.read_unabsorbed, defaults={"max_position_embeddings": 32768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+        latent.read_unabsorbed,
+        defaults={"max_position_embeddings": 32768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
     ),
     "kimi_linear": Family(latent.read_kimi, defaults={"max_position_embeddings": 4096}, kernel_block_size=64),
     # compressed latent attention
     "deepseek_v4": Family(
         packed.read_deepseek_v4,
-        defaults={"max_position_embeddings": 1048576, "head_dim": 512, "sliding_window": 128, "index_head_dim": 128},
-        kernel_block_size=256, memory_order="BLHNC", kv_cache_dtype="fp8_ds_mla",
+        defaults={
+            "max_position_embeddings": 1048576,
+            "head_dim": 512,
+            "sliding_window": 128,
+            "index_head_dim": 128,
+        },
+        kernel_block_size=256,
+        memory_order="BLHNC",
+        kv_cache_dtype="fp8_ds_mla",
     ),  # fmt: skip
     # states
     "jamba": Family(
         state.read_jamba,
-        defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "attn_layer_period": 8,
-                  "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
+        defaults={
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 8,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
     ),  # fmt: skip
     "mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
     "falcon_mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
     "mamba2": Family(
         state.read_mamba2,
-        defaults={"expand": 2, "conv_kernel": 4, "state_size": 128, "n_groups": 8, "num_heads": 128, "head_dim": 64},
+        defaults={
+            "expand": 2,
+            "conv_kernel": 4,
+            "state_size": 128,
+            "n_groups": 8,
+            "num_heads": 128,
+            "head_dim": 64,
+        },
         root="backbone.layers",
     ),
     "nemotron_h": Family(
-        state.read_nemotron_h, defaults=NEMOTRON_H, ssm_dtype=("mamba_ssm_cache_dtype", "float32"),
+        state.read_nemotron_h,
+        defaults=NEMOTRON_H,
+        ssm_dtype=("mamba_ssm_cache_dtype", "float32"),
     ),  # fmt: skip
     "granitemoehybrid": Family(state.read_granite, defaults=GRANITE_HYBRID),
     "zamba2": Family(state.read_zamba2, defaults=ZAMBA_2),
     "falcon_h1": Family(
         state.read_falcon_h1,
-        defaults={"max_position_embeddings": 8192, "num_key_value_heads": 8, "mamba_d_ssm": 1024,
-                  "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256,
-                  "mamba_d_conv": 4, "mamba_expand": 2},
+        defaults={
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 8,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
     ),  # fmt: skip
     "qwen3_next": Family(state.read_delta_net, defaults=DELTA_NET),
     "qwen3_5_text": Family(
-        state.read_delta_net, defaults=DELTA_NET | {"num_key_value_heads": 4}, ssm_dtype=("mamba_ssm_dtype", "auto")
+        state.read_delta_net,
+        defaults=DELTA_NET | {"num_key_value_heads": 4},
+        ssm_dtype=("mamba_ssm_dtype", "auto"),
     ),
     "qwen3_5_moe_text": Family(
         state.read_delta_net, defaults=DELTA_NET, ssm_dtype=("mamba_ssm_dtype", "auto")
     ),
     "olmo_hybrid": Family(
         state.read_delta_net,
-        defaults={"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 30,
-                  "linear_num_value_heads": 30, "linear_key_head_dim": 96, "linear_value_head_dim": 192},
+        defaults={
+            "max_position_embeddings": 65536,
+            "linear_conv_kernel_dim": 4,
+            "linear_num_key_heads": 30,
+            "linear_num_value_heads": 30,
+            "linear_key_head_dim": 96,
+            "linear_value_head_dim": 192,
+        },
     ),  # fmt: skip
     "lfm2": Family(
-        state.read_lfm2, defaults={"max_position_embeddings": 128000, "num_key_value_heads": 8, "conv_L_cache": 3}
+        state.read_lfm2,
+        defaults={"max_position_embeddings": 128000, "num_key_value_heads": 8, "conv_L_cache": 3},
     ),
     "lfm2_moe": Family(
-        state.read_lfm2, {"width": "hidden_size"},
+        state.read_lfm2,
+        {"width": "hidden_size"},
         {"max_position_embeddings": 128000, "num_key_value_heads": 8, "conv_L_cache": 3},
     ),  # fmt: skip
 }

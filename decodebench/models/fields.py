@@ -68,7 +68,9 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(names, value, "an integer is expected")
         if value < least:
-            raise self.wrong(names, value, "it must be positive" if least == 1 else f"at least {least} is expected")
+            raise self.wrong(
+                names, value, "it must be positive" if least == 1 else f"at least {least} is expected"
+            )
         if value > most:
             raise self.wrong(names, value, f"at most {most} is sensible")
         return value
@@ -89,7 +91,9 @@ class Fields:
         """An integer field, or None where it is absent or null."""
         return self.integer(*names, least=least) if self.has(*names) else None
 
-    def listing(self, *names: str, length: int | None = None, choices: Mapping | set | None = None) -> list | None:
+    def listing(
+        self, *names: str, length: int | None = None, choices: Mapping | set | None = None
+    ) -> list | None:
         """A list field, or None; every entry must be one of ``choices``, and there must be ``length``."""
         value = self.get(*names)
         if value is None:
@@ -115,11 +119,14 @@ class Fields:
     def wrong(self, names: tuple[str, ...], value, why: str) -> ConfigError:
         name = next((n for n in names if self.values.get(n) is not None), names[0])
         shown = repr(value)
-        return ConfigError(f"{self.source}: {name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {why}")
+        return ConfigError(
+            f"{self.source}: {name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {why}"
+        )
 
 
 def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
-    """The parsed config and what to call it: a name in ``data``, a path, a folder with a config.json, or ``-``.
+    """The parsed config and what to call it: a name in ``data``, a path, a folder with a config.json, "
+    "or ``-``.
 
     Raises ``ConfigError`` where there is no such file, or it is not a JSON object.
     """
@@ -142,7 +149,9 @@ def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
             raise ConfigError(f"{text}: {path.stat().st_size} bytes are too many for a config.json")
         content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{text}: cannot be read as text ({type(error).__name__}): is it a config.json?") from None
+        raise ConfigError(
+            f"{text}: cannot be read as text ({type(error).__name__}): is it a config.json?"
+        ) from None
     return parse(content, text), text
 
 

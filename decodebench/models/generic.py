@@ -15,7 +15,8 @@ NOTHING = {"mlp", "moe"}
 
 
 def read_generic(f: Fields, root: str) -> list[Layer]:
-    """A layer per entry of ``layer_types``, or attention throughout; what a type stores is told by its fields.
+    """A layer per entry of ``layer_types``, or attention throughout; what a type stores is told by its "
+    "fields.
 
     Raises ``ConfigError`` for a layer type that is not known, or one whose fields are missing.
     """
@@ -50,7 +51,9 @@ def generic_state(f: Fields, path: str, kind: str) -> StateLayer:
     """Which recurrence it is, by which fields are there."""
     if kind in CONVOLUTION:
         channels = f.integer("conv_dim", "hidden_size")
-        return StateLayer(f"{path}.short_conv", "short_conv", f.integer("conv_L_cache", "conv_kernel"), channels)
+        return StateLayer(
+            f"{path}.short_conv", "short_conv", f.integer("conv_L_cache", "conv_kernel"), channels
+        )
     if f.has("linear_num_value_heads"):
         return state.delta_net(f, f"{path}.linear_attn")
     if f.has("mamba_n_heads"):

@@ -10,7 +10,11 @@ from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer,
 
 def latent(f: Fields, name: str, **facts) -> LatentLayer:
     return LatentLayer(
-        name, f.integer("num_attention_heads"), f.integer("kv_lora_rank"), f.integer("qk_rope_head_dim"), **facts
+        name,
+        f.integer("num_attention_heads"),
+        f.integer("kv_lora_rank"),
+        f.integer("qk_rope_head_dim"),
+        **facts,
     )
 
 
@@ -56,8 +60,13 @@ def read_kimi(f: Fields, root: str) -> list[Layer]:
             heads, size = config.integer("num_heads"), config.integer("head_dim")
             layers.append(
                 StateLayer(
-                    name, "kda", config.integer("short_conv_kernel_size", default=4), num_heads=heads,
-                    head_dim=size, num_key_heads=heads, state_size=size,
+                    name,
+                    "kda",
+                    config.integer("short_conv_kernel_size", default=4),
+                    num_heads=heads,
+                    head_dim=size,
+                    num_key_heads=heads,
+                    state_size=size,
                 )  # fmt: skip
             )
         else:

@@ -68,10 +68,14 @@ def packed_heads(r: Resolved, kv_heads: int, head_size: int, head_size_v: int) -
         return {"packed": "nvfp4", "state_content_bytes": content}
     if r.kv_cache_dtype.endswith("_per_token_head"):
         shrink = 2 if r.kv_cache_dtype.startswith("int4") else 1
-        content = head_size // shrink + head_size_v // shrink + 2 * 4  # a float32 scale for keys and for values
+        content = (
+            head_size // shrink + head_size_v // shrink + 2 * 4
+        )  # a float32 scale for keys and for values
         return {"packed": r.kv_cache_dtype, "state_content_bytes": content}
     if r.kv_cache_dtype.endswith("_ds_mla"):
-        raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r}: only latent attention (MLA) packs its cache so")
+        raise OptionError(
+            f"kv_cache_dtype = {r.kv_cache_dtype!r}: only latent attention (MLA) packs its cache so"
+        )
     return {}
 
 
@@ -141,12 +145,14 @@ class LatentLayer:
         self.query_heads(r.tensor_parallel_size)
         packed = PACKED_LATENT_BYTES.get(r.kv_cache_dtype)
         if packed is None and packed_heads(r, 1, self.head_size, 0):
-            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): "
+            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention "
+                              "(MLA): "
                               "use auto, fp8 or fp8_ds_mla")  # fmt: skip
         spec = MLAAttentionSpec(
             block_size=r.block_size, num_kv_heads=1, head_size=self.head_size, dtype=r.value_dtype,
             packed=r.kv_cache_dtype if packed else None, state_content_bytes=packed,
-            is_index_group_leader=self.indexer, kernel_block_tokens=None if self.sparse else r.kernel_block_size,
+            is_index_group_leader=self.indexer,
+            kernel_block_tokens=None if self.sparse else r.kernel_block_size,
         )  # fmt: skip
         if not self.sparse:
             return spec
@@ -211,7 +217,9 @@ class StateLayer:
         )
 
     def shapes(self, tp: int, num_speculative_tokens: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the state's tensors on one rank: convolution ``(tokens, channels)``, then the recurrent one."""
+        """Shapes of the state's tensors on one rank: convolution ``(tokens, channels)``, then the recurrent
+        one.
+        """
         return STATE_SHAPES[self.mixer](self, tp, num_speculative_tokens)
 
     def spec(self, r: Resolved) -> KVCacheSpec:
@@ -219,7 +227,9 @@ class StateLayer:
         ssm = "float32" if self.mixer == "kda" and r.ssm_dtype == "auto" else r.ssm_dtype
         ssm = r.conv_dtype if ssm == "auto" else ssm
         if self.mixer == "kda" and ssm == "float16":
-            raise OptionError("mamba_ssm_cache_dtype = 'float16': Kimi delta attention keeps float32 or bfloat16")
+            raise OptionError(
+                "mamba_ssm_cache_dtype = 'float16': Kimi delta attention keeps float32 or bfloat16"
+            )
         return MambaSpec(
             block_size=r.mamba_block_size or r.block_size,
             shapes=shapes,
@@ -267,13 +277,13 @@ def _linear(layer: StateLayer, tp: int, spec_tokens: int):
 
 #: mixer → its state's shapes; a new kind of state is a line here and one below
 STATE_SHAPES = {
-    "mamba1": _mamba1, "mamba2": _mamba2, "gdn": _delta, "kda": _delta, "short_conv": _short_conv, "linear": _linear,
+    "mamba1": _mamba1, "mamba2": _mamba2, "gdn": _delta, "kda": _delta, "short_conv": _short_conv,
+    "linear": _linear,
 }  # fmt: skip
 MAMBA_TYPES = {
     "mamba1": "MAMBA1", "mamba2": "MAMBA2", "gdn": "GDN_ATTN", "kda": "GDN_ATTN", "short_conv": "SHORT_CONV",
     "linear": "LINEAR",
 }  # fmt: skip
-
 
 
 class Layer(Protocol):

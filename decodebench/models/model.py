@@ -90,8 +90,12 @@ class Model:
             return ()
         like = next((layer for layer in self.layers if _is_full_attention(layer)), None)
         if like is None:
-            raise OptionError(f"draft_layers = {options.draft_layers}: {self.name} has no full attention to copy")
-        return tuple(replace(like, name=f"{DRAFT_ROOT}{i}.self_attn.attn") for i in range(options.draft_layers))
+            raise OptionError(
+                f"draft_layers = {options.draft_layers}: {self.name} has no full attention to copy"
+            )
+        return tuple(
+            replace(like, name=f"{DRAFT_ROOT}{i}.self_attn.attn") for i in range(options.draft_layers)
+        )
 
     def resolve(self, options: CacheOptions, aligned: bool = True) -> Resolved:
         """Options and config put together; ``aligned``: state pages made equal to attention pages."""
@@ -107,7 +111,9 @@ class Model:
             kv_cache_dtype=kv_cache_dtype,
             value_dtype=KV_CACHE_DTYPES[kv_cache_dtype] or dtype,
             conv_dtype=dtype if options.mamba_cache_dtype == "auto" else options.mamba_cache_dtype,
-            ssm_dtype=self.ssm_dtype if options.mamba_ssm_cache_dtype == "auto" else options.mamba_ssm_cache_dtype,
+            ssm_dtype=self.ssm_dtype
+            if options.mamba_ssm_cache_dtype == "auto"
+            else options.mamba_ssm_cache_dtype,
             block_size=options.block_size or block,
             kernel_block_size=kernel,
             max_model_len=self._length(options),
@@ -126,7 +132,9 @@ class Model:
 
     def _align(self, r: Resolved) -> Resolved:
         """Grow the attention block until its page holds a state, then pad the state's page to it."""
-        attention = next((layer for layer in self.layers if isinstance(layer, AttentionLayer | LatentLayer)), None)
+        attention = next(
+            (layer for layer in self.layers if isinstance(layer, AttentionLayer | LatentLayer)), None
+        )
         if attention is None:
             return r
         spec = attention.spec(r)
@@ -170,25 +178,33 @@ class Model:
         if dcp == 1:
             return
         if tp % dcp:
-            raise OptionError(f"decode_context_parallel_size = {dcp} does not divide tensor_parallel_size = {tp}")
+            raise OptionError(
+                f"decode_context_parallel_size = {dcp} does not divide tensor_parallel_size = {tp}"
+            )
         for layer in self.layers:
             if not isinstance(layer, AttentionLayer):
                 continue
             refused = f"decode_context_parallel_size = {dcp}: layer {layer.name} "
             if layer.sliding_window or layer.attention_chunk_size or layer.cross:
-                raise OptionError(refused + "has a window, chunks or cross attention, whose tokens are not split")
+                raise OptionError(
+                    refused + "has a window, chunks or cross attention, whose tokens are not split"
+                )
             heads, kv_heads = layer.num_heads, layer.num_kv_heads
             if tp <= kv_heads or dcp > tp // kv_heads or heads // kv_heads % dcp:
                 raise OptionError(
-                    refused + f"has {kv_heads} KV heads for {heads} query heads: tensor_parallel_size = {tp} must "
-                    f"exceed the KV heads by a factor of at least {dcp}, and {dcp} divide the query heads of each"
+                    refused
+                    + f"has {kv_heads} KV heads for {heads} query heads: tensor_parallel_size = {tp} must "
+                    f"exceed the KV heads by a factor of at least {dcp}, and {dcp} divide the query "
+                    "heads of each"
                 )
 
     def _layer(self, name: str) -> Layer:
         if name.startswith(DRAFT_ROOT):
             return self.draft(CacheOptions(draft_layers=1))[0]
         if name not in self.layer:
-            raise ConfigError(f"{self.name}: no layer {name!r}; its layers are {', '.join(self.layer_names[:3])} …")
+            raise ConfigError(
+                f"{self.name}: no layer {name!r}; its layers are {', '.join(self.layer_names[:3])} …"
+            )
         return self.layer[name]
 
 

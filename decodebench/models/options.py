@@ -47,7 +47,8 @@ class CacheOptions:
     #: states are kept at block boundaries, so that prefixes can be reused
     enable_prefix_caching: bool = True
     hybrid_kv_cache_manager: bool = True
-    #: dimensions from the outermost in: L(ayers), B(locks), N (tokens), H(eads), C(ontent); None: vLLM's choice
+    #: dimensions from the outermost in: L(ayers), B(locks), N (tokens), H(eads), C(ontent); None: vLLM's
+    #: choice
     memory_order: str | None = None
     #: dtype of convolution states
     mamba_cache_dtype: str = "auto"
@@ -74,7 +75,8 @@ class CacheOptions:
         if not (length is None or length == "auto" or (type(length) is int and length >= 1)):
             raise OptionError(f"max_model_len = {length!r}: a positive integer, None or 'auto' is expected")
         for name, known in (
-            ("dtype", MODEL_DTYPES), ("kv_cache_dtype", tuple(KV_CACHE_DTYPES)), ("mamba_cache_dtype", STATE_DTYPES),
+            ("dtype", MODEL_DTYPES), ("kv_cache_dtype", tuple(KV_CACHE_DTYPES)), ("mamba_cache_dtype",
+            STATE_DTYPES),
             ("mamba_ssm_cache_dtype", STATE_DTYPES), ("memory_order", (None, *MEMORY_ORDERS)),
         ):  # fmt: skip
             if getattr(self, name) not in known:

@@ -38,7 +38,8 @@ class PackedLayer:
 
     def spec(self, r: Resolved) -> KVCacheSpec:
         if r.kv_cache_dtype != "fp8_ds_mla":
-            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed as fp8_ds_mla; "
+            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed "
+                              "as fp8_ds_mla; "
                               "leave it at auto")  # fmt: skip
         if self.part == "compressor":
             return SlidingWindowMLASpec(
@@ -47,7 +48,8 @@ class PackedLayer:
             )  # fmt: skip
         if self.part == "indexer":
             return MLAAttentionSpec(
-                block_size=r.block_size, num_kv_heads=1, head_size=self.width, dtype="uint8", packed="fp8_indexer",
+                block_size=r.block_size, num_kv_heads=1, head_size=self.width, dtype="uint8",
+                packed="fp8_indexer",
                 tokens_per_state=self.ratio, alignment=PAGE_GRAIN,
             )  # fmt: skip
         latent = {
@@ -57,7 +59,10 @@ class PackedLayer:
         if self.part == "window":
             return SlidingWindowMLASpec(block_size=WINDOW_BLOCK, sliding_window=self.sliding_window, **latent)
         return MLAAttentionSpec(
-            block_size=r.block_size, tokens_per_state=self.ratio, kernel_block_tokens=r.kernel_block_size, **latent
+            block_size=r.block_size,
+            tokens_per_state=self.ratio,
+            kernel_block_tokens=r.kernel_block_size,
+            **latent,
         )
 
 
@@ -72,9 +77,13 @@ def read_deepseek_v4(f: Fields, root: str) -> list[Layer]:
         name = f"{root}.{i}.attn"
         if ratio == 4:
             index = f.integer("index_head_dim")
-            layers.append(PackedLayer(f"{name}.indexer.k_cache", heads, "indexer", index + index // 128 * 4, ratio))
+            layers.append(
+                PackedLayer(f"{name}.indexer.k_cache", heads, "indexer", index + index // 128 * 4, ratio)
+            )
             layers.append(_compressor(f"{name}.indexer", heads, index, ratio))
-        layers.append(PackedLayer(f"{name}.swa_cache", heads, "window", width, 1, f.integer("sliding_window")))
+        layers.append(
+            PackedLayer(f"{name}.swa_cache", heads, "window", width, 1, f.integer("sliding_window"))
+        )
         if ratio > 1:
             layers.append(PackedLayer(name, heads, "latent", width, ratio))
             layers.append(_compressor(name, heads, width, ratio))

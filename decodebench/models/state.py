@@ -17,11 +17,18 @@ def attention_layer(f: Fields, name: str) -> AttentionLayer:
 
 
 def interleaved(
-    f: Fields, types: list[str], root: str, attention: str, state: Callable[[str], StateLayer], state_path: str
+    f: Fields,
+    types: list[str],
+    root: str,
+    attention: str,
+    state: Callable[[str], StateLayer],
+    state_path: str,
 ) -> list[Layer]:
     """A layer per entry of ``types``, either attention or a state."""
     return [
-        attention_layer(f, f"{root}.{i}.{attention}") if kind in ATTENTION else state(f"{root}.{i}.{state_path}")
+        attention_layer(f, f"{root}.{i}.{attention}")
+        if kind in ATTENTION
+        else state(f"{root}.{i}.{state_path}")
         for i, kind in enumerate(types)
     ]
 
@@ -36,7 +43,11 @@ def read_jamba(f: Fields, root: str) -> list[Layer]:
 
     def state(name: str) -> StateLayer:
         return StateLayer(
-            name, "mamba1", f.integer("mamba_d_conv"), channels=channels, state_size=f.integer("mamba_d_state")
+            name,
+            "mamba1",
+            f.integer("mamba_d_conv"),
+            channels=channels,
+            state_size=f.integer("mamba_d_state"),
         )
 
     return interleaved(f, types, root, "attn", state, "mixer")
@@ -47,7 +58,10 @@ def read_mamba(f: Fields, root: str) -> list[Layer]:
     channels = f.optional("intermediate_size") or int(f.number("expand") * f.integer("hidden_size"))
     return [
         StateLayer(
-            f"{root}.{i}.mixer", "mamba1", f.integer("conv_kernel"), channels=channels,
+            f"{root}.{i}.mixer",
+            "mamba1",
+            f.integer("conv_kernel"),
+            channels=channels,
             state_size=f.integer("state_size"),
         )  # fmt: skip
         for i in range(f.layer_count())
@@ -58,9 +72,14 @@ def read_mamba2(f: Fields, root: str) -> list[Layer]:
     """Mamba-2 throughout."""
     return [
         StateLayer(
-            f"{root}.{i}.mixer", "mamba2", f.integer("conv_kernel"),
-            channels=int(f.number("expand") * f.integer("hidden_size")), num_heads=f.integer("num_heads"),
-            head_dim=f.integer("head_dim"), state_size=f.integer("state_size"), num_groups=f.integer("n_groups"),
+            f"{root}.{i}.mixer",
+            "mamba2",
+            f.integer("conv_kernel"),
+            channels=int(f.number("expand") * f.integer("hidden_size")),
+            num_heads=f.integer("num_heads"),
+            head_dim=f.integer("head_dim"),
+            state_size=f.integer("state_size"),
+            num_groups=f.integer("n_groups"),
         )  # fmt: skip
         for i in range(f.layer_count())
     ]
@@ -97,7 +116,9 @@ def granite_state(f: Fields, name: str, channels: int) -> StateLayer:
 
 
 def read_falcon_h1(f: Fields, root: str) -> list[Layer]:
-    """Attention and Mamba-2 side by side in every layer; the states are numbered behind the attention layers."""
+    """Attention and Mamba-2 side by side in every layer; the states are numbered behind the attention
+    layers.
+    """
     length = f.layer_count()
     channels = f.optional("mamba_d_ssm") or inner_size(f)
     layers: list[Layer] = []
@@ -129,13 +150,22 @@ def read_zamba2(f: Fields, root: str) -> list[Layer]:
     heads, channels = f.integer("n_mamba_heads"), inner_size(f)
     head_dim = f.optional("mamba_headdim") or channels // heads
     for i in range(len(types)):
-        layers.append(mamba2(f, f"{hybrids + i}.mixer", channels, heads, head_dim, f.integer("mamba_ngroups")))
+        layers.append(
+            mamba2(f, f"{hybrids + i}.mixer", channels, heads, head_dim, f.integer("mamba_ngroups"))
+        )
     return layers
 
 
 def read_nemotron_h(f: Fields, root: str) -> list[Layer]:
     """A letter a layer: M(amba-2), * (attention); - and E (MLP, experts) store nothing."""
-    letters = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
+    letters = {
+        "mamba": "M",
+        "linear_attention": "M",
+        "attention": "*",
+        "full_attention": "*",
+        "moe": "E",
+        "mlp": "-",
+    }
     pattern = f.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
         types = f.listing("layers_block_type", "layer_types", choices=letters)
@@ -154,8 +184,14 @@ def read_nemotron_h(f: Fields, root: str) -> list[Layer]:
             heads, size = f.integer("mamba_num_heads"), f.integer("mamba_head_dim")
             layers.append(
                 StateLayer(
-                    f"{root}.{i}.mixer", "mamba2", f.integer("conv_kernel"), channels=heads * size, num_heads=heads,
-                    head_dim=size, state_size=f.integer("ssm_state_size"), num_groups=f.integer("n_groups"),
+                    f"{root}.{i}.mixer",
+                    "mamba2",
+                    f.integer("conv_kernel"),
+                    channels=heads * size,
+                    num_heads=heads,
+                    head_dim=size,
+                    state_size=f.integer("ssm_state_size"),
+                    num_groups=f.integer("n_groups"),
                 )  # fmt: skip
             )
     return layers
