@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
 from typing import TYPE_CHECKING
 
 from decodebench import capacity as sizes
@@ -14,7 +13,16 @@ from decodebench import listing
 from decodebench.grouping import KVCacheGroupSpec, auto, strategy
 from decodebench.models import CacheOptions, Model, load_model
 from decodebench.models.layers import Resolved
-from decodebench.specs import AttentionSpec, DecodebenchError, KVCacheSpec, MambaSpec, cdiv
+from decodebench.placement import (
+    POOL_ALIGNMENT,
+    KVCacheTensor,
+    LayoutRefused,
+    bytes_per_block,
+    check_memory_order,
+    needs_zeroing,
+    place,
+)
+from decodebench.specs import AttentionSpec, DecodebenchError, KVCacheSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,30 +30,6 @@ if TYPE_CHECKING:
     from decodebench.cache import Cache
 
 DEFAULT_MEMORY = "8GiB"
-
-
-class LayoutRefused(DecodebenchError):
-    """A layout that vLLM would not build; ``max_model_len`` is the length that would fit, where one does."""
-
-    def __init__(self, message: str, max_model_len: int | None = None) -> None:
-        super().__init__(message)
-        self.max_model_len = max_model_len
-
-
-@dataclass(frozen=True)
-class KVCacheTensor:
-    """Where a set of equally spaced layers lies in the one allocation (all in bytes).
-
-    The page of ``layers[j]``, block ``b``, starts at
-    ``offset + j * layer_stride + b * block_stride``. Tensors of different groups overlap on
-    purpose: groups alias the same bytes, and a block id belongs to one group at a time.
-    """
-
-    layers: tuple[str, ...]
-    offset: int
-    layer_stride: int
-    block_stride: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -290,11 +274,8 @@ def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
                     f"layer {name}: a block of {spec.block_size} tokens does not hold whole entries of "
                     f"{spec.tokens_per_state} tokens: give a block size that is a multiple of it"
                 )
-    if len(prepared.pools) > 1:
-        counts = split_memory(prepared, budget)
-    else:
-        prepared = _fitted(prepared, budget)
-        counts = (budget // prepared.bytes_per_block(),)
+    prepared = _fitted(prepared, budget)
+    counts = split_memory(prepared, budget)
     return build(
         prepared.groups, counts, memory_order=prepared.memory_order, max_model_len=prepared.max_model_len,
         max_in_flight_tokens=prepared.options.max_in_flight_tokens,
@@ -306,16 +287,15 @@ def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
 
 def _fitted(prepared: Prepared, budget: int) -> Prepared:
     """With the length that fits, where it was to be found; raises where the length asked for does not fit."""
-    block = prepared.bytes_per_block()
-    usable = budget - block  # the null block is never anybody's
+    usable = _usable(prepared, budget)
 
     def needed(length: int) -> int:
-        return block * sum(prepared.blocks_per_request(length))
+        return sum(pool_bytes(prepared, length))
 
     if usable <= 0:
         raise LayoutRefused(
-            f"a memory of {_gib(budget)} holds no block beside the null block (a block takes {_gib(block)}): "
-            "give more memory"
+            f"a memory of {_gib(budget)} holds no block beside the null block (a block takes "
+            f"{_gib(sum(map(prepared.bytes_per_block, prepared.pools)))}): give more memory"
         )
     length = prepared.max_model_len
     if needed(length) <= usable:
@@ -329,6 +309,21 @@ def _fitted(prepared: Prepared, budget: int) -> Prepared:
         f"{_gib(usable)} are there: {advice}; give more memory or a shorter max_model_len",
         fits or None,
     )
+
+
+def _usable(prepared: Prepared, budget: int) -> int:
+    """Bytes for requests: all but each pool's null block, and what aligns several pools."""
+    null = sum(map(prepared.bytes_per_block, prepared.pools))
+    return budget - null - POOL_ALIGNMENT * (len(prepared.pools) - 1)
+
+
+def pool_bytes(prepared: Prepared, length: int) -> list[int]:
+    """Bytes of each pool that one request of this length takes."""
+    blocks = prepared.blocks_per_request(length)
+    return [
+        prepared.bytes_per_block(pool) * sum(b for g, b in zip(prepared.groups, blocks) if g.pool == pool)
+        for pool in prepared.pools
+    ]
 
 
 def auto_fit(prepared: Prepared, budget: int) -> dict:
@@ -354,21 +349,11 @@ def split_memory(prepared: Prepared, budget: int) -> tuple[int, ...]:
 
     Each pool's share of the memory is its share of what such a request takes.
     """
-    blocks = prepared.blocks_per_request()
-    needs = [
-        prepared.bytes_per_block(pool) * sum(b for g, b in zip(prepared.groups, blocks) if g.pool == pool)
-        for pool in prepared.pools
-    ]
-    null = sum(prepared.bytes_per_block(pool) for pool in prepared.pools)
-    if sum(needs) + null > budget:
-        raise LayoutRefused(
-            f"one request of {prepared.max_model_len} tokens needs {_gib(sum(needs))} beside the null "
-            "blocks of "
-            f"{len(needs)} pools, and {_gib(max(0, budget - null))} are there: give more memory or a "
-            "shorter max_model_len"
-        )
+    if len(prepared.pools) == 1:
+        return (budget // prepared.bytes_per_block(),)
+    needs, usable = pool_bytes(prepared, prepared.max_model_len), _usable(prepared, budget)
     return tuple(
-        1 + (budget - null) * need // sum(needs) // prepared.bytes_per_block(pool)
+        1 + usable * need // sum(needs) // prepared.bytes_per_block(pool)
         for pool, need in zip(prepared.pools, needs)
     )
 
@@ -397,93 +382,6 @@ def build(
         tuple(groups), tensors, counts, size, memory_order=memory_order, budget=budget or size,
         needs_kv_cache_zeroing=needs_zeroing(groups), **facts,
     )  # fmt: skip
-
-
-def needs_zeroing(groups: Sequence[KVCacheGroupSpec]) -> bool:
-    """Whether new blocks must be zeroed: states are read before they are written, and a block that
-    changes between precisions would be read as nonsense."""
-    specs = {spec for group in groups for spec in group.layer_specs}
-    precisions = {(spec.dtype, spec.packed) for spec in specs if isinstance(spec, AttentionSpec)}
-    return len(precisions) > 1 or any(isinstance(spec, MambaSpec) for spec in specs)
-
-
-# -- where pages lie -------------------------------------------------------------------------------
-
-
-def block_stride(spec: KVCacheSpec) -> int:
-    """Bytes between two blocks of a layer in layer-outermost memory."""
-    alignment = spec.stride_alignment_bytes
-    return cdiv(spec.page_size_bytes, alignment) * alignment
-
-
-def bytes_per_block(groups: Sequence[KVCacheGroupSpec], memory_order: str) -> int:
-    """Bytes that one block id stands for: the pages of the widest group, strides aligned."""
-    if not memory_order.startswith("B"):
-        return max(sum(block_stride(spec) for spec in _placed_specs(group)) for group in groups)
-    widest = max(group.bytes_per_block for group in groups)
-    alignment = lcm(*(spec.stride_alignment_bytes for group in groups for spec in _placed_specs(group)))
-    return cdiv(widest, alignment) * alignment
-
-
-def _placed_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
-    return [spec for spec, names in group.layers_by_spec() for _ in names]
-
-
-def place(
-    groups: Sequence[KVCacheGroupSpec], counts: Sequence[int], memory_order: str
-) -> tuple[tuple[KVCacheTensor, ...], int]:
-    """Tensors of all groups and the bytes they take together; pools lie one behind the other."""
-    tensors, start = [], 0
-    for pool, num_blocks in enumerate(counts):
-        members = [group for group in groups if group.pool == pool]
-        block = bytes_per_block(members, memory_order)
-        for group in members:
-            offset = start
-            for spec, names in group.layers_by_spec():
-                if memory_order.startswith("B"):
-                    layer, stride, used = spec.page_size_bytes, block, len(names) * spec.page_size_bytes
-                else:
-                    stride = block_stride(spec)
-                    layer = stride * num_blocks
-                    used = len(names) * layer
-                tensors.append(KVCacheTensor(names, offset, layer, stride, block * num_blocks))
-                offset += used
-        start += block * num_blocks
-    return tuple(tensors), start
-
-
-def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str) -> None:
-    """Raises ``LayoutRefused`` where this order of dimensions cannot hold pages of these sizes."""
-    for pool in {group.pool for group in groups}:
-        members = [group for group in groups if group.pool == pool]
-        pages = {spec.page_size_bytes for group in members for spec in group.layer_specs}
-        padded = any(
-            s.page_size_padded is not None or s.stride_alignment_bytes > 1
-            for g in members
-            for s in g.layer_specs
-        )
-        compact = set(memory_order[:2]) == {"L", "B"}
-        if not compact and (padded or len(pages) > 1):
-            raise LayoutRefused(
-                f"memory order {memory_order}: a page is not one run of bytes there, so pages can be "
-                f"neither padded nor of different sizes ({_sizes(pages)}): use LBNHC or BLHNC"
-            )
-        if len(pages) > 1 and len(members) > 1 and memory_order.startswith("L"):
-            raise LayoutRefused(
-                f"memory order {memory_order}: pages of different sizes ({_sizes(pages)}) in several "
-                "groups need block-outermost memory: use BLHNC"
-            )
-        strides = {block_stride(spec) for group in members for spec in group.layer_specs}
-        if len(strides) > 1 and len(members) > 1 and memory_order.startswith("L"):
-            raise LayoutRefused(
-                f"memory order {memory_order}: kernels that want their blocks aligned put blocks "
-                f"{' and '.join(map(str, sorted(strides)))} bytes apart, so blocks of different groups "
-                "would overlap: use BLHNC"
-            )
-
-
-def _sizes(pages: set[int]) -> str:
-    return ", ".join(map(str, sorted(pages))) + " bytes"
 
 
 def _gib(number: int) -> str:
