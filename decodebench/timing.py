@@ -286,6 +286,20 @@ def _measure_bandwidth(device: str, threads: int) -> Bandwidth:
     return Bandwidth(read, copy, gbps(lambda: target.zero_(), size), update, device, size)
 
 
+def busy() -> str | None:
+    """A warning where other processes are using this machine's cores, from the load of the last minute.
+
+    A step on all cores waits for the slowest of them: beside other work its median says little.
+    """
+    try:
+        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        return None
+    if load <= 1.25 * cores + 0.25:
+        return None
+    return f"the machine was busy (load {load:.1f} on {cores} cores): latencies are pessimistic"
+
+
 def machine(device: str | torch.device = "cpu") -> dict[str, object]:
     """What a reader must not have to guess: device, cores, memory, and versions."""
     facts: dict[str, object] = {

@@ -5,6 +5,7 @@ byte read that nobody had to fill.
 """
 
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from decodebench import decode, timing
+from decodebench.__main__ import main
 from decodebench.blocks import Batch, Request, RequestBlocks
 from decodebench.decode import DecodeError, measure_decode, prepare_step
 from decodebench.grouping import KVCacheGroupSpec
@@ -402,3 +404,17 @@ def test_a_small_cache_stays_small():
     assert all(out.isnan().any() for out in prepare_step(cache, batch).outputs().values()), "poison shows"
     cache, batch = decode.small_cache("tiny-llama", requests=3, context=40)
     assert not any(out.isnan().any() for out in prepare_step(cache, batch).outputs().values())
+
+
+def test_bench_decode_command(capsys, monkeypatch):
+    monkeypatch.setattr("decodebench.bench.decode.bandwidth", lambda device, max_age: SPEED)
+    small = ["bench", "decode", "--quick", "--requests", "2", "--context", "80", "--models"]
+    assert main([*small, "tiny-nemotron-h", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["kind"] for row in result["rows"]] == ["mamba2", "full_attention"]
+    assert all(row["median_s"] > 0 and row["x_reference"] > 0 for row in result["rows"])
+    assert result["provenance"]["settings"]["context"] == 80
+    assert main([*small, "tiny-llama"]) == 0
+    assert "full_attention" in capsys.readouterr().out
+    assert main([*small, "no-such-model"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

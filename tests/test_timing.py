@@ -66,3 +66,11 @@ def test_bad_requests_are_named():
     if not torch.cuda.is_available():
         with pytest.raises(timing.TimingError, match="cuda"):
             timing.bandwidth("cuda")
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(timing.os, "getloadavg", lambda: (5.0, 0.0, 0.0))
+    assert "load 5.0 on 2 cores" in timing.busy()
+    monkeypatch.setattr(timing.os, "getloadavg", lambda: (2.1, 9.0, 9.0))
+    assert timing.busy() is None

@@ -22,7 +22,7 @@ from decodebench.blocks import Batch
 from decodebench.cache import Cache
 from decodebench.decode import measure_decode, prepare_step, small_cache
 from decodebench.specs import AttentionSpec, CrossAttentionSpec, DecodebenchError
-from decodebench.timing import bandwidth, format_seconds, measure, provenance, require_device
+from decodebench.timing import bandwidth, busy, format_seconds, measure, provenance, require_device
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,19 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
         for row in new if not arguments.json else ():
             print(line(row), flush=True)
     if arguments.json:
-        json.dump({"provenance": facts, "rows": rows}, sys.stdout, indent=1)
+        json.dump({"provenance": facts, "rows": rows, "warning": busy()}, sys.stdout, indent=1)
         print()
+    else:
+        print(LEGEND + (f"\n{busy()}" if busy() else ""))
     return 0
 
 
+LEGEND = """
+spread: from quartile to quartile, over the median; share: the time the memory needs, over the median;
+x: how many times longer another way takes (reference: float64; plain: gather and torch's attention)"""
 HEADER = (
-    f"{'model':20s} {'kind':24s} {'layers':>6s} {'block':>6s} {'dtype':>8s} {'latency':>9s} {'GB/s':>6s} "
-    f"{'share':>6s} {'of limit':>9s} {'x reference':>11s} {'x plain':>8s} {'x vLLM':>7s}  backend"
+    f"{'model':20s} {'kind':24s} {'layers':>6s} {'block':>6s} {'dtype':>8s} {'latency':>9s} "
+    f"{'spread':>6s} {'GB/s':>6s} {'share':>6s} {'of limit':>9s} {'x reference':>11s} {'x plain':>8s} {'x vLLM':>7s}  backend"
 )
 
 
@@ -114,8 +119,8 @@ def line(row: dict) -> str:
 
     return (
         f"{row['model']:20s} {row['kind']:24s} {row['layers']:6d} {row['block_size']:6d} {row['dtype']:>8s} "
-        f"{format_seconds(row['median_s']):>9s} {row['gb_per_s']:6.1f} {row['limit_share']:6.0%} "
-        f"{row['limit_gbps']:5.0f} GB/s {times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)}"
+        f"{format_seconds(row['median_s']):>9s} {row['spread']:6.0%} "
+        f"{row['gb_per_s']:6.1f} {row['limit_share']:6.0%} {row['limit_gbps']:5.0f} GB/s {times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)}"
         f"  {row['backend']}{' (' + row['fallback'] + ')' if row['fallback'] else ''}"
     )
 
@@ -136,6 +141,7 @@ def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, s
         row = {"about": case.about, "model": case.model, **facts, "block_size": spec.block_size}
         row |= {"dtype": _short(spec.parts()[-1].dtype), "limit_gbps": moved / facts["limit_s"] / 1e9}
         row |= {"fallback": layers[0].fallback or "", "backend": found.backend, "bandwidth": asdict(limit)}
+        row["spread"] = (facts["q3_s"] - facts["q1_s"]) / facts["median_s"]
         row["x_reference"] = _reference_seconds(cache, batch, first) / each
         if isinstance(spec, AttentionSpec) and spec.head_size_v and not isinstance(spec, CrossAttentionSpec):
             row["x_plain"] = _plain_seconds(cache, batch, first, seconds) / each

@@ -12,7 +12,7 @@ from decodebench.blocks import Batch
 from decodebench.cache import Cache
 from decodebench.decode.step import DecodeStep, prepare_step
 from decodebench.decode.work import DecodeError, LayerWork
-from decodebench.timing import Bandwidth, Timing, bandwidth, format_seconds, measure
+from decodebench.timing import Bandwidth, Timing, bandwidth, busy, format_seconds, measure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -165,7 +165,7 @@ def measure_decode(
             f"out of memory for a step of {len(tokens)} requests with up to {max(tokens)} tokens: {error}"
         ) from error
     tokens = [blocks.request.num_tokens for blocks in batch.requests]
-    notes = [note for note in (step.note, _small_working_set(cache, step)) if note]
+    notes = [note for note in (step.note, _small_working_set(cache, step), busy()) if note]
     if step.assumed:
         notes.append("query heads assumed: one a KV head (a layout made by hand); pass query_heads=")
     return DecodeMeasurement(

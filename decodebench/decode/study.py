@@ -71,8 +71,8 @@ def small_cache(
     if layout.size > max_bytes:
         raise DecodeError(
             f"{model}: {len(lengths)} requests of up to {max(lengths)} tokens and {layers} layers a group "
-            f"take {layout.size / 2**30:.1f} GiB, more than {max_bytes / 2**30:.1f}: ask for fewer requests, a "
-            "shorter context or fewer layers"
+            f"take {layout.size / 2**30:.1f} GiB, more than {max_bytes / 2**30:.1f}: ask for fewer requests, "
+            "a shorter context or fewer layers"
         )
     batch = admit(layout, requests=len(lengths), context=lengths)
     cache = allocate(layout, device, initial="poison")
