@@ -106,7 +106,8 @@ spread: from quartile to quartile, over the median; share: the time the memory n
 x: how many times longer another way takes (reference: float64; plain: gather and torch's attention)"""
 HEADER = (
     f"{'model':20s} {'kind':24s} {'layers':>6s} {'block':>6s} {'dtype':>8s} {'latency':>9s} "
-    f"{'spread':>6s} {'GB/s':>6s} {'share':>6s} {'of limit':>9s} {'x reference':>11s} {'x plain':>8s} {'x vLLM':>7s}  backend"
+    f"{'spread':>6s} {'GB/s':>6s} {'share':>6s} {'of limit':>9s} "
+    f"{'x reference':>11s} {'x plain':>8s} {'x vLLM':>7s}  backend"
 )
 
 
@@ -120,7 +121,8 @@ def line(row: dict) -> str:
     return (
         f"{row['model']:20s} {row['kind']:24s} {row['layers']:6d} {row['block_size']:6d} {row['dtype']:>8s} "
         f"{format_seconds(row['median_s']):>9s} {row['spread']:6.0%} "
-        f"{row['gb_per_s']:6.1f} {row['limit_share']:6.0%} {row['limit_gbps']:5.0f} GB/s {times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)}"
+        f"{row['gb_per_s']:6.1f} {row['limit_share']:6.0%} {row['limit_gbps']:5.0f} GB/s "
+        f"{times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)}"
         f"  {row['backend']}{' (' + row['fallback'] + ')' if row['fallback'] else ''}"
     )
 

@@ -134,6 +134,7 @@ struct Attention {
   float* out;          // [batch, kv_heads * group, dv]
 };
 
+static const int64_t SERIAL = 1 << 17;   // elements that one thread moves before a second has woken up
 static const int TILE = 32;   // tokens scored before their values are added; 64 evict what was fetched ahead
 
 // scores[g][t] of G query rows and the tile's keys, four tokens at a time. `ahead` are the same rows of
@@ -292,7 +293,7 @@ static void attend(const Attention& a) {
   first.back() = pieces.size();
   const int64_t count = pieces.size();
   std::vector<float> acc(count * rows * a.dv), m(count * rows), l(count * rows);
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, 1) if (tokens * a.kv_heads * (a.dk + a.dv) > SERIAL)
   for (int64_t k = 0; k < count; k++) {
     const Piece& x = pieces[k];
     float* sums_of = &acc[k * rows * a.dv];
@@ -340,7 +341,7 @@ static void conv(void* state_, int64_t stride, const int64_t* rows, int64_t batc
                  int64_t channels, const float* x, const float* weight, const float* bias, int64_t taps,
                  int silu, float* out) {
   typedef typename T::raw raw;
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(static) if (batch * channels * length > SERIAL)
   for (int64_t i = 0; i < batch; i++)
     for (int64_t c0 = 0; c0 < channels; c0 += 1024) {
       raw* s = (raw*)state_ + rows[i] * stride;
@@ -365,7 +366,7 @@ static void mamba1(void* state_, int64_t stride, const int64_t* rows, int64_t ba
                    int64_t n, const float* x, const float* dt, const float* a, const float* b, const float* c,
                    const float* d, float* out) {
   typedef typename T::raw raw;
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(static) if (batch * channels * n > SERIAL)
   for (int64_t c0 = 0; c0 < channels; c0 += 512)    // the batch inside: the decay table stays in the cache
     for (int64_t i = 0; i < batch; i++) {
       raw* s = (raw*)state_ + rows[i] * stride;
@@ -391,7 +392,7 @@ static void mamba2(void* state_, int64_t stride, const int64_t* rows, int64_t ba
                    const float* a, const float* d, float* out) {
   typedef typename T::raw raw;
   const int64_t channels = heads * width + 2 * groups * n;
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(static) if (batch * heads * width * n > SERIAL)
   for (int64_t i = 0; i < batch; i++)
     for (int64_t h = 0; h < heads; h++) {
       raw* s = (raw*)state_ + rows[i] * stride + h * width * n;
@@ -419,7 +420,7 @@ static void delta(void* state_, int64_t stride, const int64_t* rows, int64_t bat
                   int per_channel, float* out) {
   typedef typename T::raw raw;
   const int64_t channels = 2 * key_heads * dk + heads * dv;
-#pragma omp parallel for collapse(2) schedule(static)
+#pragma omp parallel for collapse(2) schedule(static) if (batch * heads * dv * dk > SERIAL)
   for (int64_t i = 0; i < batch; i++)
     for (int64_t h = 0; h < heads; h++) {
       raw* s = (raw*)state_ + rows[i] * stride + h * dv * dk;
