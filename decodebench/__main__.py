@@ -141,7 +141,7 @@ def _json_case(model, budgets: list[int], arguments: argparse.Namespace, options
     try:
         grouped = layout.prepare(model, arguments.block_size, arguments.grouping, **options)
     except DecodebenchError as error:
-        return {"model": model.name, "options": options, "refused": listing.refusal(error)}
+        return {"model": model.name, "options": options, "resolved": {}, "refused": listing.refusal(error)}
     layouts: dict = {}
     for budget in budgets:
         try:

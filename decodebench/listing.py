@@ -83,13 +83,24 @@ def text(layout: KVCacheConfig) -> str:
         if n == 0:
             lines.append("  ".join("-" * w for w in widths))
     c, w = capacity(layout), waste(layout)
-    lines += ["", *log_lines(layout)]
+    lines += ["", *notes(layout), *log_lines(layout)]
     lines.append(
         f"a request costs {c.intercept_bytes:,.0f} bytes and {c.slope_bytes:,.0f} bytes for each token; "
         f"old token label {c.tokens_old:,}"
     )
     lines.append(f"full memory: {w}")
     return "\n".join(lines)
+
+
+def notes(layout: KVCacheConfig) -> list[str]:
+    """What an engine would stumble over only when it starts its kernels."""
+    r = layout.resolved
+    if r is None or r.block_size % r.kernel_block_size == 0:
+        return []
+    return [
+        f"note: attention kernels work on {r.kernel_block_size} tokens at once; a block of {r.block_size} "
+        "is no multiple of that, and an engine may refuse it when it starts"
+    ]
 
 
 def summary(layout: KVCacheConfig) -> str:
@@ -174,7 +185,7 @@ def case(layouts: Mapping[int, KVCacheConfig | dict], grouped) -> dict:
     """
     return {
         "model": grouped.model.name if grouped.model else None,
-        "options": asdict(grouped.options) | {"max_in_flight_tokens": grouped.options.max_in_flight_tokens},
+        "options": options_dict(grouped),
         "resolved": resolved_dict(grouped),
         "groups": [
             group_dict(group, count, grouped)
@@ -183,6 +194,22 @@ def case(layouts: Mapping[int, KVCacheConfig | dict], grouped) -> dict:
         "bytes_per_block": grouped.bytes_per_block(),
         "memory": {str(b): memory_dict(x) if not isinstance(x, dict) else x for b, x in layouts.items()},
     }
+
+
+def options_dict(grouped) -> dict:
+    """What the case was planned with: an engine's options by its names, resolved where they are."""
+    options = asdict(grouped.options)
+    r = grouped.resolved
+    resolved = {} if r is None else {"dtype": r.dtype, "mamba_cache_mode": r.mamba_cache_mode,
+                                     "mamba_ssm_cache_dtype": r.ssm_dtype}  # fmt: skip
+    del options["memory_order"]
+    return options | resolved | {
+        "max_model_len": grouped.max_model_len,
+        "max_in_flight_tokens": grouped.options.max_in_flight_tokens,
+        "kernel_block_size": r.kernel_block_size if r else options["kernel_block_size"],
+        "kv_cache_layout": grouped.memory_order,
+        "grouping": grouped.grouping,
+    }  # fmt: skip
 
 
 def resolved_dict(grouped) -> dict:
@@ -258,6 +285,8 @@ def spec_dict(spec: KVCacheSpec, cache_dtype: str = "auto") -> dict:
         out["cache_role"] = spec.cache_role
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) and holds_latent(spec):
         out["cache_dtype_str"] = cache_dtype
+        if spec.alignment is not None:
+            out["model_version"] = "deepseek_v4"
     return {name: value for name, value in out.items() if value is not None}
 
 

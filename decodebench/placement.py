@@ -85,16 +85,10 @@ def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str) ->
     for pool in {group.pool for group in groups}:
         members = [group for group in groups if group.pool == pool]
         pages = {spec.page_size_bytes for group in members for spec in group.layer_specs}
-        padded = any(
-            s.page_size_padded is not None or s.stride_alignment_bytes > 1
-            for g in members
-            for s in g.layer_specs
-        )
-        compact = set(memory_order[:2]) == {"L", "B"}
-        if not compact and (padded or len(pages) > 1):
+        if set(memory_order[:2]) != {"L", "B"}:
             raise LayoutRefused(
-                f"memory order {memory_order}: a page is not one run of bytes there, so pages can be "
-                f"neither padded nor of different sizes ({_sizes(pages)}): use LBNHC or BLHNC"
+                f"memory order {memory_order}: a page is not one run of bytes there, so pages can be neither "
+                f"padded nor placed whole ({_sizes(pages)}): use LBNHC or BLHNC"
             )
         if len(pages) > 1 and len(members) > 1 and memory_order.startswith("L"):
             raise LayoutRefused(
