@@ -44,12 +44,15 @@ _MODULE_OF = {
     "LiveAudit": "live",
     "engine": "start",
     "TINY": "start",
+    "kernel_blocks": "start",
     "kv_transfer_config": "start",
     "generate": "start",
     "prompts": "start",
     "layout_of": "translate",
     "layout_of_engine": "translate",
     "measure_decode": "measure",
+    "summary": "measure",
+    "read_study": "study",
 }
 
 __all__ = sorted(_MODULE_OF)

@@ -6,7 +6,6 @@ another take a second each. Needs vLLM; nothing else in decodebench does.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import tempfile
@@ -97,8 +96,24 @@ def engine(
         finally:
             llm.llm_engine.engine_core.shutdown()
             del llm
-            gc.collect()
             cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def kernel_blocks(tokens: int) -> Iterator[None]:
+    """CPU attention that works on this many tokens at once, as many GPU kernels do.
+
+    Engines started inside split each block into kernel blocks of this size.
+    """
+    prepare_process()
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    before = CPUAttentionBackend.__dict__["get_supported_kernel_block_sizes"]
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [tokens])
+    try:
+        yield
+    finally:
+        CPUAttentionBackend.get_supported_kernel_block_sizes = before
 
 
 def generate(llm, prompts: Sequence[Sequence[int]], max_tokens: int = 2):

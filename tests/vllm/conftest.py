@@ -1,5 +1,6 @@
 """These tests run vLLM's own code; without vLLM they are skipped (``make test-vllm`` has it)."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,8 @@ FOUND = find_spec("vllm")
 HAS_VLLM = FOUND is not None and FOUND.origin is not None and Path(FOUND.origin).name == "__init__.py"
 
 if HAS_VLLM:
+    # tiny models gain nothing from a second thread, and lose much where another process has the core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from decodebench.vllm.start import prepare_process
 
     prepare_process()

@@ -28,16 +28,6 @@ def run(tmp_path):
     return start
 
 
-@pytest.fixture
-def kernel_blocks_of_32(monkeypatch):
-    """Attention that works on 32 tokens at once: the engine splits each block of 128 in four."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    monkeypatch.setattr(
-        CPUAttentionBackend, "get_supported_kernel_block_sizes", staticmethod(lambda kv_cache_spec=None: [32])
-    )
-
-
 def plan_for(llm, name):
     """The plan for an engine's own block size and options."""
     config = llm.llm_engine.vllm_config
@@ -103,10 +93,11 @@ def test_where_the_built_in_connector_is_right_the_audit_says_so(run, name):
     assert audit.ok, str(audit)
 
 
-def test_kernel_blocks(run, kernel_blocks_of_32):
-    ours, tokens = run("tiny-gemma3", lengths=(1000,), options={"std": 0.0})
+def test_kernel_blocks(run):
+    with dbv.kernel_blocks(32):
+        ours, tokens = run("tiny-gemma3", lengths=(1000,), options={"std": 0.0})
+        builtin, others = run("tiny-gemma3", BUILTIN, lengths=(1000,))
     assert ours.ok, str(ours)
-    builtin, others = run("tiny-gemma3", BUILTIN, lengths=(1000,))
     groups = builtin.groups.set_index("kind")
     # (a window group's pages may hold the constant by accident: other groups' wrong rows alias them)
     assert groups.loc["full_attention", "coverage"] == 0 and groups.uncovered.sum() > 0
@@ -115,14 +106,10 @@ def test_kernel_blocks(run, kernel_blocks_of_32):
     assert tokens[0].outputs[0].token_ids != others[0].outputs[0].token_ids
 
 
-def test_kernel_blocks_do_not_change_what_is_decoded(run, monkeypatch):
+def test_kernel_blocks_do_not_change_what_is_decoded(run):
     whole = run("tiny-llama", options={"std": 0.0})[1]
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    monkeypatch.setattr(
-        CPUAttentionBackend, "get_supported_kernel_block_sizes", staticmethod(lambda kv_cache_spec=None: [32])
-    )
-    split = run("tiny-llama", options={"std": 0.0})[1]
+    with dbv.kernel_blocks(32):
+        split = run("tiny-llama", options={"std": 0.0})[1]
     assert [o.outputs[0].token_ids for o in split] == [o.outputs[0].token_ids for o in whole]
 
 

@@ -1,0 +1,113 @@
+"""The stored result behind "The real engine": our connector beside the built-in one on four tiny models.
+
+    python -m decodebench.vllm.study --out data/results/real-engine.json
+
+A few minutes on two cores. Reading it back (``read``) needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from decodebench.timing import provenance
+from decodebench.vllm.start import TINY, engine, generate, kernel_blocks, prepare_process, prompts
+
+if TYPE_CHECKING:
+    import pandas
+
+STORED = Path(__file__).resolve().parents[2] / "data" / "results" / "real-engine.json"
+
+#: tokens of the prompts sent at once: several blocks, one block and a token, one token more
+LENGTHS = (1000, 700, 129, 130)
+
+#: connector → its name in tables, and the options it is audited with
+CONNECTORS = {
+    "GroupedDecodeBenchConnector": ("grouped (ours)", {"audit": "bytes", "std": 0.02}),
+    "AuditedBuiltinConnector": ("built-in", {}),
+}
+#: setting → (kernel block size, further engine arguments, models)
+SETTINGS = {
+    "bf16, prefix caching": (None, {}, TINY),
+    "fp8, no prefix caching": (None, {"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, TINY),
+    "bf16, kernel blocks of 32": (32, {}, ("tiny-gemma3", "tiny-llama")),
+}
+LATENCY = {"contexts": (500, 2000), "batch": 4, "steps": 64}
+
+
+@dataclass(frozen=True)
+class Study:
+    """``coverage``: one row a model, setting, connector and group. ``latency``: one row an engine step."""
+
+    coverage: pandas.DataFrame
+    latency: pandas.DataFrame
+    provenance: dict
+
+
+def read_study(path: str | Path = STORED) -> Study:
+    """A stored study (the repository's by default)."""
+    import pandas
+
+    stored = json.loads(Path(path).read_text())
+    return Study(pandas.DataFrame(stored["coverage"]), pandas.DataFrame(stored["latency"]), stored["provenance"])
+
+
+def coverage(lengths=LENGTHS, settings=SETTINGS) -> list[dict]:
+    """Audits of both connectors: one record a model, setting, connector and group."""
+    from decodebench.vllm.live import audit
+
+    records = []
+    for setting, (tokens, arguments, models) in settings.items():
+        for model in models:
+            for connector, (shown, options) in CONNECTORS.items():
+                began = time.perf_counter()
+                with kernel_blocks(tokens) if tokens else nullcontext():
+                    with engine(model, connector, options, **arguments) as llm:
+                        generate(llm, prompts(lengths), 3)
+                        found = audit(llm)
+                seconds = round(time.perf_counter() - began, 2)
+                print(f"{model}, {setting}, {shown}: {found.verdict} [{seconds} s]", flush=True)
+                shared = {"model": model, "setting": setting, "connector": shown, "engine_seconds": seconds}
+                records += [shared | row for row in found.groups.to_dict("records")]
+    return records
+
+
+def latency(models=TINY) -> list[dict]:
+    """Engine step times, one record a step; real prefill and the built-in connector beside ours."""
+    from decodebench.vllm.measure import measure_decode
+
+    records = []
+    for model in models:
+        frame = measure_decode(model, **LATENCY)
+        records += [{"model": model, **row} for row in frame.to_dict("records")]
+        print(f"{model}: {len(frame)} steps timed", flush=True)
+    return records
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m decodebench.vllm.study", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=STORED)
+    out = parser.parse_args(arguments).out
+    prepare_process()
+    import vllm
+
+    settings = {
+        "vllm": vllm.__version__, "lengths": LENGTHS, "fill": "normal, mean 0.015, std 0.02 (ours); 0.015 (built-in)",
+        "latency": LATENCY, "note": "tiny models with dummy weights on a CPU: step times say nothing about a GPU's",
+    }  # fmt: skip
+    result = {"provenance": provenance(settings, seed=0), "coverage": coverage(), "latency": latency()}
+    for row in result["latency"]:
+        row["seconds"] = round(row["seconds"], 7)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f'"{name}": [\n' + ",\n".join(map(json.dumps, result[name])) + "\n]" for name in ("coverage", "latency"))
+    out.write_text(f'{{"provenance": {json.dumps(result["provenance"])},\n{lines}}}\n')
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    main()
