@@ -169,7 +169,7 @@ def _check_batch(layout: KVCacheConfig, batch: Batch) -> None:
 def _table(layout: KVCacheConfig, batch: Batch, group: int, device: torch.device) -> torch.Tensor:
     """Block table [B, W] int32, short rows padded with the null block."""
     rows = [blocks.block_ids[group] for blocks in batch.requests]
-    width = max(1, *(len(row) for row in rows)) if len(rows) > 1 else max(1, len(rows[0]))
+    width = max(1, max(len(row) for row in rows))
     padded = [list(row) + [NULL_BLOCK] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.int32, device=device)
 
@@ -181,13 +181,19 @@ def _attention_layer(cache, batch, work, spec, module, table, random, query, pla
     if isinstance(view, dict):
         raise DecodeError(f"layer {work.layer!r}: keys and values lie in tensors of their own; one is needed")
     entries = view.shape[2]
+    shards = layout.decode_context_parallel_size if spec.dcp_sharded else 1
+    if entries * shards != layout.tokens_per_block(work.group):
+        raise DecodeError(
+            f"layer {work.layer!r} holds {entries} tokens a block, its group's table counts "
+            f"{layout.tokens_per_block(work.group)}"
+        )
     ranges = [local_range(layout, work.group, spec, blocks) for blocks in batch.requests]
     for (start, stop), blocks in zip(ranges, batch.requests):
         _check_row(work, blocks, start, stop, entries)
     start, stop = (torch.tensor(side, dtype=torch.int64, device=device) for side in zip(*ranges))
     latent = spec.head_size_v == 0
     shape = {
-        "scale": _scale(layout, work.layer, spec),
+        "scale": _scale(spec),
         "head_size_v": _latent_rank(layout, work.layer, spec) if latent else spec.head_size_v,
         "v_offset": 0 if latent else spec.head_size,
     }
@@ -242,7 +248,7 @@ def _check_row(work: LayerWork, blocks, start: int, stop: int, entries: int) -> 
             )
 
 
-def _scale(layout: KVCacheConfig, layer: str, spec: AttentionSpec) -> float:
+def _scale(spec: AttentionSpec) -> float:
     """1 / √(query head size): of the unabsorbed query where attention is latent (DeepSeek: 128 + 64)."""
     return 1 / math.sqrt(192 if spec.head_size_v == 0 and spec.head_size == 576 else spec.head_size)
 

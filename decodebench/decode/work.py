@@ -76,6 +76,11 @@ def decode_work(
             read = written = updated // 2
         else:
             _refuse_packed(layer, spec)
+            if getattr(model_layer(layout, layer), "sparse", False):
+                raise DecodeError(
+                    f"layer {layer!r} reads only the tokens that its indexer chooses: no backend does that, and "
+                    "reading all of them would be another model; pass layers= without it"
+                )
             entry = spec.num_kv_heads * spec.entry_bytes
             for request in batch.requests:
                 start, stop = local_range(layout, group, spec, request)
