@@ -107,7 +107,10 @@ def our_fill(cache: Cache, case: Case, values: Values) -> Callable[[], object]:
 
 
 def naive_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[], object]:
-    """What engines do: request by request and layer by layer, a temporary and an indexed store."""
+    """What engines do: request by request and layer by layer, a temporary and an indexed store.
+
+    The loop of vLLM's connector in our words, for any layout; like it, it drops what is out of range.
+    """
     tensors = [
         [[cache.flat(layer, i) for i in range(len(cache.parts(layer)))] for layer in group.layer_names]
         for group in cache.layout.groups
@@ -118,8 +121,9 @@ def naive_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[
             for group, rows in enumerate(request):
                 for layer in tensors[group]:
                     ids = torch.tensor(rows, dtype=torch.long, device=cache.device)
+                    ids = ids[ids < layer[0].shape[0]]  # out of range: dropped without a word
                     for tensor in layer:
-                        size = (len(rows), tensor.shape[1])
+                        size = (len(ids), tensor.shape[1])
                         if isinstance(values, Normal):
                             content = torch.normal(
                                 values.mean, values.std, size=size, dtype=tensor.dtype, device=cache.device

@@ -55,7 +55,7 @@ def inspect_rows(
     filled, zero, poison, plain = (torch.ones(shape, dtype=torch.bool) for _ in range(4))
     spans = cache.spans(group)
     values.prepare(value_dtypes([spans], values), cache.device)
-    look = torch.ones(shape[1], dtype=torch.bool) if blocks is None else torch.as_tensor(blocks, dtype=torch.bool)
+    look = torch.as_tensor([True] * shape[1] if blocks is None else blocks, dtype=torch.bool)
     for span in spans:
         index = slice(span.first_layer - first, span.first_layer - first + span.view.shape[0])
         source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
