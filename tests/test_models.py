@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from decodebench.models import DATA, FAMILIES, CacheOptions, ConfigError, list_models, load_model
+from decodebench.models import DATA, FAMILIES, CacheOptions, ConfigError, OptionError, list_models, load_model
 from decodebench.specs import DecodebenchError, FullAttentionSpec, SlidingWindowSpec
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -181,6 +181,18 @@ def test_delta_attention_is_told_from_delta_nets():
     assert kimi.layers[0].mixer == "kda" and qwen.layers[0].mixer == "gdn"
     rank = qwen.layers[0].per_rank(2)
     assert (rank.num_heads, rank.num_key_heads, rank.head_dim, rank.state_size) == (16, 8, 128, 128)
+
+
+def test_a_single_group_of_states_is_on_every_rank():
+    """Mamba-2's B and C: divided between ranks, or one group repeated; anything else no engine loads."""
+    one = load_model("tiny-granite-hybrid").layer_specs(CacheOptions(tensor_parallel_size=4))
+    # (8 * 32 inner + 2 * 4 groups * 16 state) / 4 channels
+    assert one["model.layers.0.mixer"].shapes == ((3, 96), (2, 32, 16))
+    eight = load_model("nemotron-h-8b")
+    shape = eight.layer_specs(CacheOptions(tensor_parallel_size=8))[eight.layer_names[0]].shapes
+    assert shape == ((3, 1280), (16, 64, 128))
+    with pytest.raises(OptionError, match="single group"):
+        eight.layer_specs(CacheOptions(tensor_parallel_size=16))
 
 
 def test_a_granite_hybrid_without_states():

@@ -244,7 +244,12 @@ class StateLayer:
 
 
 def groups_for_shards(groups: int, tp: int) -> int:
-    """Groups after adding those that every rank needs beside its heads."""
+    """Groups after giving every rank those that its heads need; vLLM only repeats a single group."""
+    if groups % tp and groups != 1:
+        raise OptionError(
+            f"tensor_parallel_size = {tp} does not divide the {groups} groups of the states, and only a "
+            "single group can be repeated on every rank"
+        )
     return groups if groups % tp == 0 else tp
 
 
