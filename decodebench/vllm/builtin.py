@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 from decodebench.blocks import RequestBlocks
 from decodebench.fill import Constant
 from decodebench.vllm.connector import rank
-from decodebench.vllm.live import LiveTables, StepAuditor
+from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
 from decodebench.vllm.options import Options
 from decodebench.vllm.start import request_amx
-from decodebench.vllm.translate import layout_of, without_shared_layers
+from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 
 
 @dataclass
@@ -42,7 +42,7 @@ class AuditedBuiltinConnector(DecodeBenchConnector):
     def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self.layout = layout_of(kv_cache_config, vllm_config)
+        self.layout, self._kept = owned_groups(layout_of(kv_cache_config, vllm_config))
         self._tables = LiveTables()
         if role == KVConnectorRole.WORKER:
             request_amx()
@@ -76,7 +76,9 @@ class AuditedBuiltinConnector(DecodeBenchConnector):
         super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context, **kwargs: Any) -> None:
-        meta = self._get_connector_metadata()
+        bound = self._get_connector_metadata()
+        tables = (tables_of(requests, self._kept) for requests in (bound.admitted, bound.running))
+        meta = AuditedMetadata(bound.reqs_to_fill, *tables)
         if meta.admitted:
             self._auditor.before_fill(meta)
         super().start_load_kv(forward_context, **kwargs)

@@ -7,7 +7,7 @@ decodebench uses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import vllm
@@ -18,11 +18,11 @@ from vllm.logger import init_logger
 
 from decodebench.blocks import RequestBlocks
 from decodebench.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
-from decodebench.vllm.live import LiveTables, StepAuditor
+from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
 from decodebench.vllm.options import Options, check_version, parse
 from decodebench.vllm.start import request_amx
 from decodebench.vllm.stats import DecodeBenchStats
-from decodebench.vllm.translate import layout_of, without_shared_layers
+from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 
 logger = init_logger(__name__)
 
@@ -35,6 +35,13 @@ class StepMetadata(KVConnectorMetadata):
     admitted: tuple[RequestBlocks, ...] = ()
     running: tuple[RequestBlocks, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
+
+    def of_groups(self, kept: tuple[int, ...]) -> StepMetadata:
+        """The same step for a worker that holds layers of these groups only."""
+        fills = (replace(fill, rows=tuple(fill.rows[g] for g in kept)) for fill in self.fill.requests)
+        return StepMetadata(
+            ConnectorMetadata(tuple(fills)), tables_of(self.admitted, kept), tables_of(self.running, kept), self.counters
+        )
 
 
 class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
@@ -55,6 +62,7 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
             self._tables = LiveTables()
         else:
             request_amx()
+            self.layout, self._kept = owned_groups(self.layout)
             values = self.options.values
             self.worker = ConnectorWorker(self.layout, values, startup_fill=self.options.startup_fill)
             if self.options.audit != "off":
@@ -111,7 +119,7 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context, **kwargs: Any) -> None:
-        meta = self._get_connector_metadata()
+        meta = self._get_connector_metadata().of_groups(self._kept)
         if not meta.fill.requests:
             return
         if self._auditor is not None:
@@ -122,7 +130,7 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.record_audit(self._auditor.after_fill(meta, report))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Fills are finished when ``start_load_kv`` returns."""
+        self.worker.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer, attn_metadata, **kwargs: Any) -> None:
         """Nothing is saved."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,11 @@ class LiveTables:
         others = ((own, state.get_block_ids(name)) for name, own in self._live.items() if name not in admitted)
         running = tuple(RequestBlocks(own, 0, tuple(map(tuple, table))) for own, table in others if table)
         return tuple(admitted.values()), running
+
+
+def tables_of(requests: Sequence[RequestBlocks], groups: Sequence[int]) -> tuple[RequestBlocks, ...]:
+    """The same requests with the block tables of these groups only."""
+    return tuple(replace(r, block_ids=tuple(r.block_ids[g] for g in groups)) for r in requests)
 
 
 # -- worker side ---------------------------------------------------------------------------------

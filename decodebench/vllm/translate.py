@@ -171,6 +171,15 @@ def _attention_fields(spec: v.AttentionSpec, layer: str, cache_dtype: str) -> di
     }
 
 
+def owned_groups(layout: KVCacheConfig) -> tuple[KVCacheConfig, tuple[int, ...]]:
+    """The part of a layout that this worker holds layers of, and the numbers of those groups.
+
+    A pipeline stage gets every group, without the layers of other stages; a group may be left empty.
+    """
+    kept = tuple(number for number, group in enumerate(layout.groups) if group.layer_names)
+    return replace(layout, groups=tuple(layout.groups[number] for number in kept)), kept
+
+
 def without_shared_layers(layout: KVCacheConfig, kv_caches: dict) -> dict:
     """The registered tensors less those of layers that reuse another layer's cache.
 

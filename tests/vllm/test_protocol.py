@@ -206,6 +206,22 @@ def test_a_table_too_short_and_a_missing_layer_are_errors():
         s.worker.register_kv_caches({"a": s.caches["a"]})
 
 
+def test_a_pipeline_stage_without_layers_of_a_group_fills_the_others():
+    s = Stage([(["full"], full(16)), (["state"], mamba(16))], register=False)
+    # the second stage of a pipeline: all groups, but only its own layers
+    s.config.kv_cache_groups[0].layer_names.clear()
+    s.config.kv_cache_tensors = [t for t in s.config.kv_cache_tensors if t.layers == ["state"]]
+    worker = type(s.worker)(s.vllm_config, s.worker.role, s.config)
+    worker.register_kv_caches({"state": s.caches["state"]})
+    request = s.add(33)
+    output = s.scheduler.schedule()
+    worker.bind_connector_metadata(output.kv_connector_metadata)
+    worker.start_load_kv(None)
+    (fill,) = output.kv_connector_metadata.fill.requests
+    assert fill.request_id == request.request_id and len(fill.rows) == 2
+    assert s.touched("state") == sorted(fill.rows[1]) and s.touched("full") == []
+
+
 def test_dcp_multiplies_what_a_full_attention_block_covers():
     from decodebench.connector import ConnectorScheduler
     from decodebench.vllm.translate import layout_of
