@@ -86,7 +86,9 @@ def check_memory(grouped, model: str, case: dict, budget: int, memory: dict):
     assert (fitted.max_model_len, fitted.num_blocks) == (fits["max_model_len"], fits["num_blocks"])
 
 
-@pytest.mark.parametrize("model", sorted(path.name.removesuffix(".json.gz") for path in GOLDENS.glob("*.gz")))
+@pytest.mark.parametrize(
+    "model", sorted(path.name.removesuffix(".json.gz") for path in GOLDENS.glob("*.json.gz"))
+)
 def test_layers(model: str):
     """Layers in registration order, layers that share a cache, and the same from the whole config."""
     expected = golden(model)
@@ -99,5 +101,6 @@ def test_layers(model: str):
 
 def test_all_cases_are_here():
     assert (
-        sum(len(golden(path.name.removesuffix(".json.gz"))["cases"]) for path in GOLDENS.glob("*.gz")) >= 375
+        sum(len(golden(path.name.removesuffix(".json.gz"))["cases"]) for path in GOLDENS.glob("*.json.gz"))
+        >= 375
     )
