@@ -1,0 +1,33 @@
+"""Right bytes at a wrong cost: what the connector's counters give away."""
+
+from __future__ import annotations
+
+from decodebench.connector import ConnectorScheduler, ConnectorWorker
+from decodebench.faults import FAULTS
+
+
+def cost_findings(
+    scheduler: ConnectorScheduler | None = None, worker: ConnectorWorker | None = None, resumed: int = 0
+) -> tuple[str, ...]:
+    """One line a fault that costs time instead of bytes; none where the counters are as they should be.
+
+    ``resumed``: requests that were preempted and scheduled again, which must all have been filled again.
+    """
+    found = []
+    if scheduler is not None and (refilled := scheduler.counters["requests_refilled"]) < resumed:
+        found.append(f"{_named('A13')}: {resumed} preempted requests came back, {refilled} were filled again; "
+                     "the rest ran a real prefill inside the benchmark")  # fmt: skip
+    if worker is None:
+        return tuple(found)
+    counters = worker.counters
+    if counters["bytes_written"] > counters["bytes_needed"]:
+        found.append(f"{_named('A15')}: {counters['bytes_written']:,} bytes written, {counters['bytes_needed']:,} "
+                     f"needed ({counters['rows_asked']:,} rows asked for)")  # fmt: skip
+    if counters["seconds_in_step"] > 0:
+        found.append(f"{_named('A17')}: {counters['seconds_in_step']:.6f} s of {counters['seconds']:.6f} s of filling "
+                     "lie inside a decode step")  # fmt: skip
+    return tuple(found)
+
+
+def _named(fault: str) -> str:
+    return f"{fault} {FAULTS[fault].name}"

@@ -1,0 +1,160 @@
+"""What decode reads, who owns it, and what may have been written: from specs and block tables alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decodebench.blocks import NULL_BLOCK, OWN_ROWS, Batch, RequestBlocks
+from decodebench.connector import describe
+from decodebench.layout import KVCacheConfig
+from decodebench.specs import CircularBufferSpec, CrossAttentionSpec, DecodebenchError, MambaSpec
+
+
+class CoverageError(DecodebenchError):
+    """A batch that cannot be audited: its tables do not cover what its requests read."""
+
+
+@dataclass(frozen=True)
+class RequiredRows:
+    """Rows that the next decode step of one request reads in layers of one group with equal needs.
+
+    ``layers`` count the group's layers from 0; ``positions`` are those of the block table that
+    ``block_ids`` come from. ``shared[i]``: the row holds tokens of a prefix hit, which somebody
+    else filled and nobody may write.
+    """
+
+    request: int
+    group: int
+    layers: tuple[int, ...]
+    positions: np.ndarray
+    block_ids: np.ndarray
+    shared: np.ndarray
+
+
+def required_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
+    """Required rows of every request and group; layers of one group that read alike share an entry.
+
+    Raises ``CoverageError`` where a table has no block at a position that the step reads.
+    """
+    return [
+        rows
+        for request, blocks in enumerate(batch.requests)
+        for group in range(len(layout.groups))
+        for rows in _required_in_group(layout, blocks, request, group)
+    ]
+
+
+def _required_in_group(
+    layout: KVCacheConfig, blocks: RequestBlocks, request: int, group: int
+) -> Iterator[RequiredRows]:
+    if blocks.num_tokens == 1:
+        return  # the step computes the first token: whatever it reads, it writes itself
+    table, per_block = np.asarray(blocks.block_ids[group], dtype=np.int64), layout.tokens_per_block(group)
+    by_range: dict[range, list[int]] = {}
+    for layer, spec in enumerate(layout.groups[group].layer_specs):
+        by_range.setdefault(spec.required_blocks(blocks.num_tokens, per_block, len(table)), []).append(layer)
+    for positions, layers in by_range.items():
+        block_ids = table[positions.start:positions.stop]
+        if len(block_ids) < len(positions) or (block_ids == NULL_BLOCK).any():
+            raise CoverageError(
+                f"request {blocks.request_id!r}, {describe(layout, group)}: decode reads positions "
+                f"{positions.start} to {positions.stop - 1} of its block table, which holds "
+                f"{table.tolist() if len(table) < 20 else f'{len(table)} entries with null blocks there'}"
+            )
+        where = np.arange(positions.start, positions.stop)
+        yield RequiredRows(request, group, tuple(layers), where, block_ids, where < hit_blocks(layout, blocks, group))
+
+
+def hit_blocks(layout: KVCacheConfig, blocks: RequestBlocks, group: int) -> int:
+    """Whole blocks at the start of a request's table that its prefix hit brought."""
+    if isinstance(layout.groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
+        return 0
+    return blocks.num_computed // layout.tokens_per_block(group)
+
+
+def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+    """Per group: bool [num_blocks], rows that hold something of what the requests stand in for.
+
+    More than what decode reads where a window layer is allocated as full attention; never the
+    blocks in which a step will write its own token or its next state.
+    """
+    holding = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
+    for blocks in batch.requests:
+        for group, spec in enumerate(layout.groups):
+            table = np.asarray(blocks.block_ids[group], dtype=np.int64)
+            merged, per_block = spec.kv_cache_spec, layout.tokens_per_block(group)
+            positions = merged.required_blocks(blocks.num_tokens, per_block, len(table))
+            if not isinstance(merged, OWN_ROWS):
+                positions = range(0, positions.stop)
+            holding[group][existing(table[positions.start:positions.stop], len(holding[group]))] = True
+    return holding
+
+
+def owners(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+    """Per pool: block id → the group that owns it in this batch, -1 where none does."""
+    owner = [np.full(n, -1, dtype=np.int64) for n in layout.pool_num_blocks]
+    for group, spec in enumerate(layout.groups):
+        for table in batch.block_table(group):
+            owner[spec.pool][existing(np.asarray(table, dtype=np.int64), len(owner[spec.pool]))] = group
+    return owner
+
+
+def existing(block_ids: np.ndarray, num_blocks: int) -> np.ndarray:
+    """The ids that the pool has and that may hold data."""
+    return block_ids[(block_ids > NULL_BLOCK) & (block_ids < num_blocks)]
+
+
+def computed_in_batch(layout: KVCacheConfig, required: Sequence[RequiredRows]) -> list[np.ndarray]:
+    """Per group: bool [num_blocks], rows that some request needs for itself, so that this batch's fill writes them."""
+    own = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
+    for rows in required:
+        own[rows.group][existing(rows.block_ids[~rows.shared], len(own[rows.group]))] = True
+    return own
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What decode steps wrote between the fill of a batch and a later state of it.
+
+    ``written[g]``: bool [num_blocks], rows that hold a token (or state) of those steps, whatever
+    lay there before. ``left[pool]``: blocks that were somebody's when the batch was filled and are
+    nobody's now (windows moved on).
+    """
+
+    before: dict[str, RequestBlocks]
+    written: list[np.ndarray]
+    left: list[np.ndarray]
+
+    def only_steps(self, layout: KVCacheConfig, rows: RequiredRows, now: RequestBlocks) -> np.ndarray:
+        """bool [rows]: rows in which everything was written by steps, and nothing by the fill."""
+        before = self.before.get(now.request_id)
+        spec = layout.groups[rows.group].kv_cache_spec
+        if before is None or before.num_tokens == now.num_tokens or isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
+            return np.zeros(len(rows.block_ids), dtype=bool)
+        if isinstance(spec, MambaSpec):
+            return np.ones(len(rows.block_ids), dtype=bool)
+        return rows.positions * layout.tokens_per_block(rows.group) >= before.num_tokens - 1
+
+
+def steps_between(layout: KVCacheConfig, admitted: Batch | None, now: Batch) -> Steps:
+    """``admitted`` is the batch as it was filled; without it no step was run."""
+    written = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
+    if admitted is None:
+        return Steps({}, written, [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks])
+    before = {blocks.request_id: blocks for blocks in admitted.requests}
+    for blocks in now.requests:
+        old = before.get(blocks.request_id)
+        if old is None or old.num_tokens == blocks.num_tokens:
+            continue
+        for group, spec in enumerate(layout.groups):
+            table = np.asarray(blocks.block_ids[group], dtype=np.int64)
+            if isinstance(spec.kv_cache_spec, CrossAttentionSpec):
+                continue
+            if not isinstance(spec.kv_cache_spec, OWN_ROWS):
+                table = table[(old.num_tokens - 1) // layout.tokens_per_block(group):]
+            written[group][existing(table, len(written[group]))] = True
+    left = [(then >= 0) & (today < 0) for then, today in zip(owners(layout, admitted), owners(layout, now))]
+    return Steps(before, written, left)

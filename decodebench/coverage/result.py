@@ -1,0 +1,226 @@
+"""The result of an audit: counts per request and layer, findings with their places, one line for a reader in a hurry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from decodebench.blocks import Batch
+from decodebench.coverage.required import RequiredRows
+from decodebench.faults import FAULTS
+from decodebench.layout import KVCacheConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: states of a required row, in the order of the tables' columns
+STATES = ("filled", "zeroed", "wrong", "uncovered")
+FILLED_ROW, ZEROED_ROW, WRONG_ROW, UNCOVERED_ROW = range(4)
+
+#: rows that nobody should have touched
+TOUCHED = ("stray", "clobbered")
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """Rows that are not as they should be, in one place and for one reason.
+
+    ``layer`` None: all layers of the group. ``request`` None: no request of the batch reads them.
+    ``state``: one of ``wrong``, ``uncovered``, ``stray``, ``clobbered``.
+    """
+
+    group: int
+    layer: str | None
+    blocks: np.ndarray
+    request: str | None
+    state: str
+    detail: str
+
+    def pages(self, layout: KVCacheConfig) -> int:
+        """Rows of single layers."""
+        return len(self.blocks) * (1 if self.layer else len(layout.groups[self.group].layer_names))
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """What an audit found. ``ok``: every required row filled or zeroed on purpose, nothing else touched.
+
+    Tables (pandas): ``groups``, ``layers``, ``requests`` count rows by state; ``rows`` lists every
+    row that is not as it should be, with what its bytes are. ``counts`` is what the tables sum:
+    rows by state, int64 [requests, layers in the layout's order, 4].
+    """
+
+    layout: KVCacheConfig
+    source: str
+    request_ids: tuple[str, ...]
+    counts: np.ndarray
+    findings: tuple[Finding, ...] = ()
+    suspects: tuple[str, ...] = ()
+    disagreements: tuple[str, ...] = ()
+
+    @property
+    def required(self) -> int:
+        """Required rows of all groups."""
+        return int(self.counts.sum())
+
+    @property
+    def covered(self) -> int:
+        """Required rows filled, or zeroed on purpose."""
+        return int(self.counts[:, :, :WRONG_ROW].sum())
+
+    @property
+    def coverage(self) -> float:
+        """Share of the required rows that are covered, 0 to 1."""
+        return self.covered / self.required if self.required else 1.0
+
+    @property
+    def ok(self) -> bool:
+        return self.covered == self.required and not self.findings and not self.disagreements
+
+    @cached_property
+    def groups(self) -> pd.DataFrame:
+        """One row a group: rows by state, coverage, stray and clobbered rows."""
+        import pandas as pd
+
+        touched = {state: [0] * len(self.layout.groups) for state in TOUCHED}
+        for finding in self.findings:
+            if finding.state in TOUCHED:
+                touched[finding.state][finding.group] += finding.pages(self.layout)
+        facts = pd.DataFrame(
+            {"group": g, "kind": group.kind, "layers": len(group.layer_names), "block_size": group.block_size}
+            for g, group in enumerate(self.layout.groups)
+        )
+        return pd.concat([facts, _by_state(self._by_group().sum(axis=0)), pd.DataFrame(touched)], axis=1)
+
+    @cached_property
+    def layers(self) -> pd.DataFrame:
+        """One row a layer."""
+        import pandas as pd
+
+        names = self.layout.layer_names
+        facts = pd.DataFrame({"group": [self.layout.group_of[name] for name in names], "layer": names})
+        return pd.concat([facts, _by_state(self.counts.sum(axis=0))], axis=1)
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        """One row a request and group."""
+        import pandas as pd
+
+        groups = len(self.layout.groups)
+        facts = pd.DataFrame(
+            {"request": np.repeat(self.request_ids, groups), "group": np.tile(np.arange(groups), len(self.request_ids))}
+        )
+        return pd.concat([facts, _by_state(self._by_group().reshape(-1, 4))], axis=1)
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """One row for every page that is not as it should be."""
+        import pandas as pd
+
+        columns = ("group", "layer", "block", "request", "state", "detail")
+        if not self.findings:
+            return pd.DataFrame(columns=columns)
+        repeats = [len(finding.blocks) for finding in self.findings]
+        table = pd.DataFrame([{name: getattr(f, name, None) for name in columns} for f in self.findings])
+        table = table.loc[np.repeat(table.index, repeats)].reset_index(drop=True)
+        table["block"] = np.concatenate([finding.blocks for finding in self.findings])
+        return table
+
+    @property
+    def verdict(self) -> str:
+        """One line for a reader in a hurry."""
+        share = "100 %" if self.covered == self.required else f"{min(99.9, 100 * self.coverage):.1f} %"
+        groups = len(self.layout.groups)
+        line = f"{share} of {self.required:,} required rows covered in {groups} group{'s' * (groups != 1)}"
+        zeroed = int(self.counts[:, :, ZEROED_ROW].sum())
+        if zeroed:
+            line += f", {zeroed:,} of them zeroed on purpose"
+        bad = [
+            f"group {row.group} ({row.kind}) {min(99.9, 100 * row.coverage):.3g} %"
+            for row in self.groups.itertuples()
+            if row.filled + row.zeroed < row.required
+        ]
+        if bad:
+            line += ": " + ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        touched = [(int(self.groups[state].sum()), state) for state in TOUCHED]
+        if any(count for count, _ in touched):
+            line += "; " + ", ".join(f"{count:,} row{'s' * (count != 1)} {state}" for count, state in touched if count)
+        elif not bad:
+            line += "; nothing else touched"
+        if self.suspects:
+            line += f". Looks like {' or '.join(f'{s} {FAULTS[s].name}' for s in self.suspects)}"
+        if self.disagreements:
+            line += f". Plan and bytes disagree: {self.disagreements[0]}"
+        return line + "."
+
+    def __repr__(self) -> str:
+        table = self.groups.to_string(index=False, formatters={"coverage": "{:.1%}".format})
+        return f"{self.verdict}\n{table}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        table = self.groups.style.hide(axis="index").format({"coverage": "{:.1%}"}).to_html()
+        return f"<p><strong>{escape(self.verdict)}</strong></p>{table}"
+
+    def _by_group(self) -> np.ndarray:
+        """Rows by state, int64 [requests, groups, 4]."""
+        ends = np.cumsum([0] + [len(group.layer_names) for group in self.layout.groups])
+        parts = [self.counts[:, a:b].sum(axis=1) for a, b in zip(ends, ends[1:])]
+        return np.stack(parts, axis=1)
+
+
+def _by_state(counts: np.ndarray) -> pd.DataFrame:
+    """Columns required, filled, zeroed, wrong, uncovered, coverage from int64 [rows, 4]."""
+    import pandas as pd
+
+    required = counts.sum(axis=1)
+    table = pd.DataFrame({"required": required, **{s: counts[:, i] for i, s in enumerate(STATES)}})
+    covered = counts[:, :WRONG_ROW].sum(axis=1)
+    table["coverage"] = np.where(required > 0, covered / np.maximum(required, 1), 1.0)
+    return table
+
+
+class Tally:
+    """Counts and findings of an audit under way."""
+
+    def __init__(self, layout: KVCacheConfig, batch: Batch, source: str) -> None:
+        self.layout, self.batch, self.source = layout, batch, source
+        self.counts = np.zeros((len(batch.requests), len(layout.layer_names), 4), dtype=np.int64)
+        self.findings: list[Finding] = []
+        self._first = [layout.layer_index[group.layer_names[0]] for group in layout.groups]
+
+    def count(self, rows: RequiredRows, layer: int, row_states: np.ndarray) -> None:
+        self.counts[rows.request, self._first[rows.group] + layer] += np.bincount(row_states, minlength=4)[:4]
+
+    def find(
+        self, group: int, layer: int | None, blocks: Sequence[int] | np.ndarray, state: str, detail: str,
+        request: int | None = None,
+    ) -> None:  # fmt: skip
+        if not len(blocks):
+            return
+        name = None if layer is None else self.layout.groups[group].layer_names[layer]
+        who = None if request is None else self.batch.requests[request].request_id
+        self.findings.append(Finding(group, name, np.asarray(blocks), who, state, detail))
+
+    def result(self, suspects: tuple[str, ...] = (), disagreements: tuple[str, ...] = ()) -> Audit:
+        names = tuple(blocks.request_id for blocks in self.batch.requests)
+        return Audit(self.layout, self.source, names, self.counts, tuple(self.findings), suspects, disagreements)
+
+
+#: a request's own row that was filled although no token before the computed one lies in it
+NOTHING_TO_HOLD = "holds nothing to stand in for: the step writes it itself"
+
+#: a row that a prefix hit brought, and that this batch's fill had to leave alone
+SHARED = "a prefix hit's shared block"
+
+
+def place_of(block_id: int, holder: int) -> str:
+    """Whose a block is, in words."""
+    if block_id == 0:
+        return "the null block"
+    return f"owned by group {holder}" if holder >= 0 else "owned by no request"
