@@ -182,12 +182,10 @@ def plain_number(value, column: str = "") -> str:
         return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
     if column.startswith("waste_") or column.endswith(_SHARES):
         return share_text(float(value))
-    if column.endswith(("_bytes", "bytes_per_block")) or column == "bytes":
+    if column.endswith(("_bytes", "bytes_per_block")) or column in ("bytes", "bytes_moved"):
         return bytes_text(float(value))
     if column.endswith("_s") or column.endswith("seconds"):
-        from decodebench.timing import format_seconds
-
-        return format_seconds(float(value))
+        return seconds_text(float(value))
     number = float(value)
     if number == int(number) and abs(number) < 1e15:
         return f"{int(number):,}"
@@ -199,6 +197,13 @@ def share_text(share: float) -> str:
     if share in (0, 1):
         return f"{share:.0%}"
     return f"{min(max(share, 0.001), 0.999):.1%}" if 0 < share < 1 else f"{share:.1%}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration with a readable unit: 0.00123 → ``1.23 ms``."""
+    from decodebench.timing import format_seconds
+
+    return format_seconds(seconds)
 
 
 def bytes_text(count: float) -> str:
@@ -228,8 +233,8 @@ def default_device(asked: str = "auto") -> str:
 
 
 def _heading(column: str) -> str:
-    name = column.removesuffix("_bytes").removesuffix("_s") if column not in ("bytes",) else column
-    return name.replace("_", " ")
+    name = column if column.endswith("per_s") else column.removesuffix("_bytes").removesuffix("_s")
+    return name.replace("gb_per_s", "GB/s").replace("_", " ")
 
 
 def _align(numeric: bool) -> str:

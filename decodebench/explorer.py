@@ -52,6 +52,10 @@ class View:
     audit: Audit
 
     @property
+    def pages(self):
+        return plots.pages(self.audit, self.batch)
+
+    @property
     def title(self) -> str:
         fault = FAULTS[self.choice.fault].name if self.choice.fault else "none"
         return f"{self.choice.model}, {self.choice.requests} requests of {self.choice.context:,} tokens, fault: {fault}"
@@ -123,7 +127,7 @@ CELL, LINE, MARGIN = 9, 7, 190
 
 def picture(view: View) -> str:
     """Layers by blocks as SVG, in colours that read on JupyterLab's light and dark themes."""
-    pages = plots.pages(view.audit, view.batch)
+    pages = view.pages
     row_of = {layer: row for row, layer in enumerate(dict.fromkeys(pages["layer"]))}
     paths: dict[str, list[str]] = {}
     for layer, block, state in zip(pages["layer"], pages["block"], pages["state"]):
@@ -152,7 +156,7 @@ def _fill(state: str) -> str:
 
 def panel(view: View, asked: Choice | None = None) -> str:
     """The panel's HTML: verdict, picture, legend, and the layout's capacity beside them."""
-    counts = plots.pages(view.audit, view.batch)["state"].value_counts()
+    counts = view.pages["state"].value_counts()
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:1.2em"><span style="display:inline-block;width:.8em;height:.8em;'
         f'background:{_fill(state)}"></span> {counts[state]:,} {text}</span>'
@@ -228,7 +232,7 @@ class Explorer:
         """The picture as a figure, for exports."""
         assert self.view is not None
         chart = plots.page_maps(
-            {self.view.title: plots.pages(self.view.audit, self.view.batch)}, name="explorer",
+            {self.view.title: self.view.pages}, name="explorer",
             title="What the explorer shows", num_blocks=self.view.choice.blocks,
         )  # fmt: skip
         chart.caption = self.view.audit.verdict

@@ -64,6 +64,8 @@ class Case:
     fault: str | None = None
     #: what is written: "constant", "normal", "zeros", or "unfilled" to leave the cache as allocated
     values: str = "normal"
+    #: layers of each group that are allocated, for "audit" and "decode"; null: all of them
+    layers_per_group: int | None = None
     #: decode implementation; null: the fastest that runs on the device
     backend: str | None = None
     device: str = "cpu"
@@ -180,4 +182,6 @@ def _case(point: dict) -> Case:
     return replace(case, batch=len(lengths)) if "x" in case.context or "+" in case.context else case
 
 
-_POSITIVE = {"block_size", "batch", "tensor_parallel_size", "decode_context_parallel_size", "max_model_len"}
+_POSITIVE = {
+    "block_size", "batch", "tensor_parallel_size", "decode_context_parallel_size", "max_model_len", "layers_per_group",
+}  # fmt: skip

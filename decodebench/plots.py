@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from decodebench.display import (
     EMPTY, FAINT, GREEN, INK, MARKERS, MUTED, ORANGE, PALETTE, SKY, VERMILLION, Chart,
@@ -60,7 +60,9 @@ def lines(
     axes.set_ylabel(y_label or y)
     axes.margins(y=0.08)
     if len(said) > 1:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
+        handles, labels = axes.get_legend_handles_labels()
+        columns = max(1, min(len(labels), 82 // (max(map(len, labels)) + 8)))
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns)
     figure.alt = f"{title}. Line chart of {y_label or y} against {x_label or x}. " + "; ".join(said) + "."
     return figure
 
@@ -72,6 +74,7 @@ def bars(
     as_text=None, size: tuple[float, float] | None = None,
 ) -> Chart:  # fmt: skip
     """Horizontal bars, a row a ``category``; ``values``: column → label. Numbers stand at the bars' ends."""
+    on_axis = as_text or (lambda v: f"{100 * v:.3g}%" if percent else plain_number(v))
     as_text = as_text or (lambda v: _number(v, percent))
     names = frame[category].astype(str).tolist()
     thickness = 0.72 if stacked or len(values) == 1 else 0.84 / len(values)
@@ -100,7 +103,7 @@ def bars(
     axes.margins(x=0.12)
     if log:
         axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if percent else plain_number(v)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: on_axis(v)))
     if percent:
         axes.set_xlim(0, max(axes.get_xlim()[1], 0.01))
     axes.set_xlabel(x_label)
@@ -128,6 +131,8 @@ def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) 
         axes.set_ylim(0, 1.04)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
     elif log_y:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(v)))
 
 
@@ -284,7 +289,7 @@ def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
     return lines(
         frame, "block_size_ratio", "share", "connector", name="coverage-by-block-ratio", title=title,
         subtitle=subtitle, x_label="largest block size of a group over the smallest",
-        y_label="of the pages that decode reads, filled", percent=True,
+        y_label="pages read that were filled", percent=True,
     )  # fmt: skip
 
 
@@ -400,11 +405,12 @@ def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
     )  # fmt: skip
 
 
-def capacity(table, title: str, subtitle: str = "") -> Chart:
-    """Requests that fit against their length, a line a model; both axes logarithmic."""
-    frame = table[table["status"] == "ok"].assign(length=table["context"].astype("string").astype("Int64"))
+def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Chart:
+    """Requests that fit against their length, a line a value of ``series``; both axes logarithmic."""
+    frame = table[table["status"] == "ok"].copy()
+    frame["length"] = frame["context"].astype("string").astype("Int64")
     return lines(
-        frame, "length", "concurrency", "model", name="capacity", title=title, subtitle=subtitle,
+        frame, "length", "concurrency", series, name="capacity", title=title, subtitle=subtitle,
         x_label="tokens of each request", y_label="requests that fit at once", log_y=True,
     )  # fmt: skip
 
@@ -423,22 +429,27 @@ def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Cha
 
 
 def latency(table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency") -> Chart:
-    """Median decode step against ``x`` with its quartiles, a line a value of ``series``."""
+    """Median decode step against ``x`` with its quartiles, and dashed what the memory needs, a line a ``series``."""
     frame = table[table["status"] == "ok"].copy()
-    for column in ("median_s", "q1_s", "q3_s"):
+    for column in ("median_s", "q1_s", "q3_s", "limit_s"):
         frame[column.replace("_s", "_ms")] = 1e3 * frame[column]
-    return lines(
-        frame, x, "median_ms", series, name=name, title=title, subtitle=subtitle, x_label=x.replace("_", " ") + " (tokens)",
-        y_label="one decode step (ms)", spread=("q1_ms", "q3_ms"),
+    figure = lines(
+        frame, x, "median_ms", series, name=name, title=title, subtitle=subtitle, y_label="one decode step (ms)",
+        x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "), spread=("q1_ms", "q3_ms"),
     )  # fmt: skip
+    for i, (_, part) in enumerate(frame.groupby(series, sort=False)):
+        part = part.sort_values(x)
+        figure.axes[0].plot(part[x].astype(float), part["limit_ms"].astype(float), "--", color=PALETTE[i], linewidth=1)
+    return figure
 
 
 def limit_share(table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "limit-share") -> Chart:
     """Share of the memory's speed that a step reaches, against ``x``."""
     frame = table[table["status"] == "ok"]
     return lines(
-        frame, x, "limit_share", series, name=name, title=title, subtitle=subtitle, x_label=x.replace("_", " ") + " (tokens)",
-        y_label="of this machine's measured limit", percent=True,
+        frame, x, "limit_share", series, name=name, title=title, subtitle=subtitle, y_label="of this machine's measured limit",
+        x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "),
+        percent=True,
     )  # fmt: skip
 
 
@@ -490,3 +501,127 @@ def capacity_verdict(table) -> str:
         f"A request costs most to start on {start['model']} ({bytes_text(float(start['intercept_bytes']))} whatever its length) "
         f"and most for each token on {token['model']} ({bytes_text(float(token['slope_bytes']))})."
     )
+
+
+def model_verdict(layout, context: int, with_fault: float) -> str:
+    """A model's layout and what a group-0 fill would miss, in one line."""
+    length = min(context, layout.max_model_len)
+    fits = layout.capacity(length)
+    groups = len(layout.groups)
+    missed = (
+        "a fill by group 0's table misses nothing, there is one group" if groups == 1
+        else f"a fill by group 0's table covers {share_text(with_fault)} of what decode reads, one by each group's own table all of it"
+    )  # fmt: skip
+    return (
+        f"{layout.model.name}: {groups} group{'s' if groups > 1 else ''}, {fits.concurrency:,.1f} requests of {length:,} tokens in "
+        f"{bytes_text(layout.budget)}; {missed}."
+    )
+
+
+# -- fill and decode -------------------------------------------------------------------------------
+
+
+def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
+    """Speed of our fill and of the naive loop next to memset, by case (rows of ``bench.fill.measure_case``)."""
+    frame = costs.assign(
+        label=costs["case"] + ", " + costs["values"], ours=costs["memset_s"] / costs["ours_s"],
+        naive=costs["memset_s"] / costs["naive_s"].astype(float),
+    )  # fmt: skip
+    shown = {"ours": "one pass (ours)", "naive": "naive loop"}
+    if costs["vllm_s"].notna().any():
+        frame["vllm"] = costs["memset_s"] / costs["vllm_s"].astype(float)
+        shown["vllm"] = "vLLM's own worker"
+    return bars(
+        frame, "label", shown, name="fill-costs", title=title, subtitle=subtitle, x_label="of memset's speed", percent=True
+    )
+
+
+def fill_verdict(costs) -> str:
+    """Ours next to memset and to the naive loop, from the slowest to the fastest case."""
+    said = []
+    for values, rows in costs.groupby("values", sort=False):
+        share, times = rows["of_memset"].astype(float), rows["vs_naive"].astype(float).dropna()
+        text = f"{values} values at {share_text(float(share.min()))} to {float(share.max()):.0%} of memset's speed"
+        said.append(text + (f", {times.min():.1f} to {times.max():.0f} times the naive loop" if len(times) else ""))
+    return f"Filling {'; '.join(said)}."
+
+
+def by_fault(table, column: str, *, name: str, title: str, subtitle: str = "", x_label: str = "", percent: bool = False) -> Chart:
+    """A bar a fault (a sweep's table), the connector as it should be first."""
+    from decodebench.faults import FAULTS
+
+    label = [f"{f} {FAULTS[f].name}" if isinstance(f, str) else "no fault" for f in table["fault"]]
+    return bars(
+        table.assign(label=label), "label", {column: column}, name=name, title=title, subtitle=subtitle, x_label=x_label,
+        percent=percent, as_text=bytes_text if column.endswith("bytes") else None,
+    )  # fmt: skip
+
+
+def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
+    """One resident step, and the same step with the fill inside it (rows of a sweep at decode level)."""
+    import pandas as pd
+
+    row = table[table["status"] == "ok"].iloc[0]
+    frame = pd.DataFrame(
+        {
+            "what": ["the resident step", "a step with the fill inside"],
+            "step": [1e3 * row["median_s"]] * 2, "fill": [0.0, 1e3 * row["fill_seconds"]],
+        }
+    )  # fmt: skip
+    return bars(
+        frame, "what", {"step": "decode step", "fill": "fill"}, name="fill-and-step", title=title, subtitle=subtitle,
+        x_label="milliseconds", stacked=True, as_text=lambda v: f"{v:.3g} ms",
+    )  # fmt: skip
+
+
+def by_kind(table, title: str, subtitle: str = "") -> Chart:
+    """Cost of one layer of each kind (rows of ``decode.latency_table``), next to what the memory needs for it."""
+    frame = table[(table["kind"] != "step") & table["median_s"].notna()].copy()
+    frame["label"] = frame["model"] + " · " + frame["kind"].str.replace("_", " ")
+    frame["measured"] = 1e3 * frame["median_s"] / frame["layers"]
+    frame["needed"] = 1e3 * frame["limit_s"] / frame["layers"]
+    return bars(
+        frame, "label", {"measured": "measured", "needed": "what the memory needs"}, name="by-kind", title=title,
+        subtitle=subtitle, x_label="one layer of one decode step (ms)", as_text=lambda v: f"{v:.3g} ms",
+    )  # fmt: skip
+
+
+def latency_verdict(table, device: str) -> str:
+    """How much the block size matters, and how near the limit a step comes, by model."""
+    said = []
+    for model, rows in table[table["status"] == "ok"].groupby("model", sort=False):
+        times, share = rows["median_s"].astype(float), rows["limit_share"].astype(float)
+        said.append(f"{model} {times.max() / times.min():.1f}x from best to worst block size, at most {share.max():.0%} of the limit")
+    return f"On this {device}: {'; '.join(said)}."
+
+
+# -- the real engine -------------------------------------------------------------------------------
+
+
+def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
+    """Coverage by model and kind of group for each connector (a stored ``vllm.study``), first setting."""
+    frame = table[table["setting"] == table["setting"].iloc[0]]
+    frame = frame.groupby(["model", "kind", "connector"], sort=False)[["required", "filled", "zeroed"]].sum().reset_index()
+    frame["coverage"] = (frame["filled"] + frame["zeroed"]) / frame["required"]
+    wide = frame.pivot(index=["model", "kind"], columns="connector", values="coverage").reset_index()
+    wide["label"] = wide["model"] + " · " + wide["kind"].str.replace("_", " ")
+    shown = {name: name for name in dict.fromkeys(table["connector"])}
+    return bars(
+        wide, "label", shown, name="engine-coverage", title=title, subtitle=subtitle, percent=True,
+        x_label="of the pages that the first decode step reads",
+    )  # fmt: skip
+
+
+def engine_verdict(table) -> str:
+    """Coverage of each connector over all stored engines."""
+    said = []
+    for connector, rows in table.groupby("connector", sort=False):
+        share = (rows["filled"].sum() + rows["zeroed"].sum()) / rows["required"].sum()
+        said.append(f"{connector} {share_text(float(share))}")
+    return f"Pages of the first decode step filled as asked, over {table['model'].nunique()} models in a running vLLM: {', '.join(said)}."
+
+
+def engine_steps(latency):
+    """Median step times by model and way of admission, as a table."""
+    keys = [c for c in ("model", "admission", "context", "phase", "step_kind") if c in latency.columns]
+    return latency.groupby(keys, sort=False)["seconds"].agg(median_s="median", steps="size").reset_index()

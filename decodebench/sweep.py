@@ -41,13 +41,14 @@ _AXIS_MEANINGS = {
     "kv_cache_dtype": "KV cache type asked for", "mamba_ssm_cache_dtype": "type of recurrent states asked for", "tensor_parallel_size": "TP", "decode_context_parallel_size": "DCP",
     "enable_prefix_caching": "states kept at block boundaries", "max_model_len": "length asked for",
     "fault": "historic defect switched on; empty: none", "values": "what was written",
+    "layers_per_group": "layers of a group that were allocated; empty: all",
     "backend": "decode implementation", "device": "where", "cold": "caches flushed before every step",
     "min_seconds": "time for the clock", "seed": "of values, block tables and queries",
 }  # fmt: skip
 _AXIS_DTYPES = {
     "block_size": "Int64", "batch": "Int64", "shared_prefix": "Int64", "tensor_parallel_size": "Int64",
     "decode_context_parallel_size": "Int64", "enable_prefix_caching": "boolean", "cold": "boolean", "seed": "Int64",
-    "min_seconds": "Float64",
+    "min_seconds": "Float64", "layers_per_group": "Int64",
 }  # fmt: skip
 _AXIS_UNITS = {"block_size": "tokens", "batch": "requests", "shared_prefix": "tokens", "context": "tokens", "min_seconds": "s"}
 
@@ -292,7 +293,7 @@ def _audit(case: Case, made: dict) -> dict:
     """From bytes: a cache just large enough is filled and read back."""
     import gc
 
-    from decodebench import connector, coverage
+    from decodebench import connector, coverage, decode
     from decodebench.blocks import Batch
     from decodebench.fill import Constant, Normal, Zeros
 
@@ -302,6 +303,8 @@ def _audit(case: Case, made: dict) -> dict:
     for group, spec in enumerate(made["layout"].groups):
         last[spec.pool] = max([last[spec.pool], *(max(ids, default=1) for ids in batch.block_table(group))])
     layout = made["layout"].with_num_blocks([n + 1 for n in last])
+    if case.layers_per_group:
+        layout = decode.first_layers(layout, case.layers_per_group)
     batch = made["batch"] = Batch(layout, batch.requests)
     cache = made["cache"] = layout.allocate(case.device)
     if case.values == "unfilled":
