@@ -121,14 +121,17 @@ class Audit:
         """One row for every page that is not as it should be."""
         import pandas as pd
 
-        columns = ("group", "layer", "block", "request", "state", "detail")
-        if not self.findings:
-            return pd.DataFrame(columns=columns)
-        repeats = [len(finding.blocks) for finding in self.findings]
-        table = pd.DataFrame([{name: getattr(f, name, None) for name in columns} for f in self.findings])
-        table = table.loc[np.repeat(table.index, repeats)].reset_index(drop=True)
-        table["block"] = np.concatenate([finding.blocks for finding in self.findings])
-        return table
+        found = self.findings
+        repeats = np.array([len(finding.blocks) for finding in found], dtype=np.int64)
+
+        def column(name: str) -> np.ndarray:  # object: None stays None
+            return np.repeat(np.array([getattr(finding, name) for finding in found], dtype=object), repeats)
+
+        return pd.DataFrame({
+            "group": column("group").astype(np.int64), "layer": pd.Series(column("layer"), dtype=object),
+            "block": np.concatenate([np.empty(0, dtype=np.int64), *(finding.blocks for finding in found)]),
+            "request": pd.Series(column("request"), dtype=object), "state": column("state"), "detail": column("detail"),
+        })  # fmt: skip
 
     @property
     def verdict(self) -> str:
