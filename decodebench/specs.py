@@ -152,8 +152,7 @@ class KVCacheSpec:
         so positions ``[0, num_tokens - 1)`` come from the cache. ``tokens_per_block`` is the
         block size times the decode-context-parallel size where the layer is sharded by it.
         """
-        first = self.num_skipped_tokens(num_tokens - 1) // tokens_per_block
-        return range(first, cdiv(num_tokens - 1, tokens_per_block))
+        return _blocks_of(self.num_skipped_tokens(num_tokens - 1), num_tokens - 1, tokens_per_block)
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         """Blocks the engine reserves for one request of ``max_model_len`` tokens."""
@@ -229,11 +228,11 @@ class FullAttentionSpec(AttentionSpec):
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         first = 0
         if self.sliding_window is not None:
-            first = max(0, num_tokens - self.sliding_window) // tokens_per_block
+            first = max(0, num_tokens - self.sliding_window)
         elif self.attention_chunk_size is not None:
             c = self.attention_chunk_size
-            first = (num_tokens - 1) // c * c // tokens_per_block
-        return range(first, cdiv(num_tokens - 1, tokens_per_block))
+            first = (num_tokens - 1) // c * c
+        return _blocks_of(first, num_tokens - 1, tokens_per_block)
 
     def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
         """Layers that differ only in one window (or chunk) value share a group; two windows do not."""
@@ -363,6 +362,12 @@ class CircularBufferSpec(AttentionSpec):
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         return 1
+
+
+def _blocks_of(first: int, stop: int, tokens_per_block: int) -> range:
+    """Blocks that hold the tokens ``[first, stop)``; none where there are no such tokens."""
+    end = cdiv(stop, tokens_per_block)
+    return range(first // tokens_per_block if first < stop else end, end)
 
 
 #: names of a state layer's tensors, by the kernel that owns them

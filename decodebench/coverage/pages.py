@@ -13,10 +13,10 @@ from decodebench.cache import Cache
 from decodebench.connector import describe, startup_groups
 from decodebench.coverage.plan import missing, plan_audit, plan_suspects, rows_of, sound_rows
 from decodebench.coverage.required import (
-    RequiredRows, computed_in_batch, holding_rows, owners, required_rows, steps_between,
+    RequiredRows, holding_rows, owners, required_rows, steps_between, written_rows,
 )  # fmt: skip
 from decodebench.coverage.result import (
-    FILLED_ROW, NOTHING_TO_HOLD, SHARED, UNCOVERED_ROW, WRONG_ROW, ZEROED_ROW, Audit, Tally, place_of,
+    FILLED_ROW, NOTHING_TO_HOLD, SHARED, TOUCHED, UNCOVERED_ROW, WRONG_ROW, ZEROED_ROW, Audit, Tally, place_of,
 )  # fmt: skip
 from decodebench.fill import (
     FILLED, UNTOUCHED, WRONG, ZEROED, Constant, FillReport, Normal, Values, Zeros, identify_row, inspect_rows,
@@ -55,7 +55,7 @@ def audit(
     values = (Constant() if startup_fill else Normal()) if values is None else values
     layout, tally = cache.layout, Tally(cache.layout, batch, "bytes")
     required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
-    owner, own = owners(layout, batch), computed_in_batch(layout, required)
+    owner, own = owners(layout, batch), written_rows(layout, batch)
     judged = _judged_rows(cache, owner)
     seen = [inspect_rows(cache, g, values, torch.from_numpy(rows.any(axis=0))) for g, rows in enumerate(judged)]
     states = [s.states.numpy() for s in seen]
@@ -98,6 +98,8 @@ def audit(
         ids = rows.block_ids[bad & ~hit]
         unexplained[rows.group][layer, ids] |= states[rows.group][layer, ids] == WRONG
     origins = _Origins.of(cache, values, unexplained)
+    if steps.ran:
+        _drop_passed_on(layout, states, touched, owner, origins)
     for rows, layer, bad, hit in short:
         tally.find(rows.group, layer, rows.block_ids[hit], "clobbered", SHARED, rows.request)
         for blocks, state, detail in _explained(origins, states, rows, layer, rows.block_ids[bad & ~hit]):
@@ -109,7 +111,7 @@ def audit(
         suspects = plan_suspects(layout, batch, found, _explains(layout)) if tally.findings else ()
         return tally.result(suspects or _byte_suspects(tally, states, None))
     plan = plan_audit(layout, batch, report, admitted, startup_fill)
-    _adopt_clobbered_hits(tally, plan)
+    _adopt_touched(tally, plan)
     at_startup = startup_groups(layout) if startup_fill else frozenset()
     told = _disagreements(layout, plan, report, by_fill, covered, touched, at_startup)
     return tally.result(plan.suspects or _byte_suspects(tally, states, report), told)
@@ -209,6 +211,16 @@ def _touched(
     fine = mine & (holding & np.isin(states, (FILLED, ZEROED)) | layout.needs_kv_cache_zeroing & (states == ZEROED))
     fine |= mine & steps.written[group] | steps.left[pool]
     return judged & (states != UNTOUCHED) & ~expected & ~fine
+
+
+def _drop_passed_on(
+    layout: KVCacheConfig, states: Sequence[np.ndarray], touched: Sequence[np.ndarray], owner: Sequence[np.ndarray],
+    origins: _Origins,
+) -> None:  # fmt: skip
+    """Steps may have taken blocks, written them and left them behind: only this fill's own values are stray there."""
+    for g, group in enumerate(layout.groups):
+        unknown = (states[g] == ZEROED) | (states[g] == WRONG) & (origins.writer[g] < 0)
+        touched[g][unknown & (owner[group.pool] < 0)] = False
 
 
 def _find_touched(
@@ -315,7 +327,9 @@ class _Origins:
             group, name = self.group_of(writer), self.layout.layer_names[writer]
             here = same & (blocks == ids)
             if here.any():
-                yield writer, f"values of group {group}, layer {name!r}", ids[here]
+                own = name == self.layout.groups[g].layer_names[j]
+                words = "its own values in part, then other bytes" if own else f"values of group {group}, layer {name!r}"
+                yield writer, words, ids[here]
             for i in np.nonzero(same & ~here)[0].tolist():
                 yield writer, f"values of group {group}, layer {name!r}, block {blocks[i]}", ids[i:i + 1]
 
@@ -332,16 +346,16 @@ class _Origins:
 # -- plan and bytes -----------------------------------------------------------------------------
 
 
-def _adopt_clobbered_hits(tally: Tally, plan: Audit) -> None:
-    """Writes over a prefix hit's rows show in the plan where they left the same bytes behind."""
-    seen = {(f.group, f.layer, b) for f in tally.findings if f.state == "clobbered" for b in f.blocks.tolist()}
-    for finding in plan.findings:
-        if finding.state == "clobbered" and finding.detail == SHARED and finding.layer:
-            blocks = [b for b in finding.blocks.tolist() if (finding.group, finding.layer, b) not in seen]
-            if blocks:
-                names = tally.layout.groups[finding.group].layer_names
-                request = next(i for i, r in enumerate(tally.batch.requests) if r.request_id == finding.request)
-                tally.find(finding.group, names.index(finding.layer), blocks, "clobbered", SHARED, request)
+def _adopt_touched(tally: Tally, plan: Audit) -> None:
+    """Writes beside the required rows show in the plan where they left the same bytes behind, or zeros over zeros."""
+    layout = tally.layout
+    seen = {(layout.groups[f.group].pool, b) for f in tally.findings if f.state in TOUCHED for b in f.blocks.tolist()}
+    requests = {blocks.request_id: i for i, blocks in enumerate(tally.batch.requests)}
+    for f in plan.findings:
+        blocks = [b for b in f.blocks.tolist() if (layout.groups[f.group].pool, b) not in seen]
+        if f.state in TOUCHED and blocks:
+            layer = None if f.layer is None else layout.groups[f.group].layer_names.index(f.layer)
+            tally.find(f.group, layer, blocks, f.state, f.detail, requests.get(f.request))
 
 
 def _disagreements(

@@ -9,7 +9,7 @@ import numpy as np
 from decodebench.blocks import NULL_BLOCK, Batch
 from decodebench.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker, startup_groups
 from decodebench.coverage.required import (
-    computed_in_batch, existing, hit_blocks, holding_rows, owners, required_rows, steps_between,
+    existing, hit_blocks, holding_rows, owners, required_rows, steps_between, written_rows,
 )  # fmt: skip
 from decodebench.coverage.result import (
     FILLED_ROW, NOTHING_TO_HOLD, SHARED, UNCOVERED_ROW, Audit, Tally, place_of,
@@ -42,7 +42,7 @@ def plan_audit(
         table[group][existing(ids[group], len(table[group]))] = True
     at_startup = startup_groups(layout) if startup_fill else frozenset()
     required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
-    own = computed_in_batch(layout, required)
+    own = written_rows(layout, batch)
     for rows in required:
         exists = (rows.block_ids > NULL_BLOCK) & (rows.block_ids < len(table[rows.group]))
         block_ids = np.where(exists, rows.block_ids, NULL_BLOCK)

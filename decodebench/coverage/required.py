@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,16 +81,25 @@ def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
     More than what decode reads where a window layer is allocated as full attention; never the
     blocks in which a step will write its own token or its next state.
     """
-    holding = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
+    return _rows_held(layout, batch, hits=True)
+
+
+def written_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+    """Per group: bool [num_blocks], rows that this batch's own fill writes: all of those but prefix hits."""
+    return _rows_held(layout, batch, hits=False)
+
+
+def _rows_held(layout: KVCacheConfig, batch: Batch, hits: bool) -> list[np.ndarray]:
+    held = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     for blocks in batch.requests:
         for group, spec in enumerate(layout.groups):
             table = np.asarray(blocks.block_ids[group], dtype=np.int64)
             merged, per_block = spec.kv_cache_spec, layout.tokens_per_block(group)
             positions = merged.required_blocks(blocks.num_tokens, per_block, len(table))
-            if not isinstance(merged, OWN_ROWS):
-                positions = range(0, positions.stop)
-            holding[group][existing(table[positions.start:positions.stop], len(holding[group]))] = True
-    return holding
+            start = positions.start if isinstance(merged, OWN_ROWS) else 0
+            start = start if hits else max(start, hit_blocks(layout, blocks, group))
+            held[group][existing(table[start:positions.stop], len(held[group]))] = True
+    return held
 
 
 def owners(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
@@ -107,14 +116,6 @@ def existing(block_ids: np.ndarray, num_blocks: int) -> np.ndarray:
     return block_ids[(block_ids > NULL_BLOCK) & (block_ids < num_blocks)]
 
 
-def computed_in_batch(layout: KVCacheConfig, required: Sequence[RequiredRows]) -> list[np.ndarray]:
-    """Per group: bool [num_blocks], rows that some request needs for itself, so that this batch's fill writes them."""
-    own = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
-    for rows in required:
-        own[rows.group][existing(rows.block_ids[~rows.shared], len(own[rows.group]))] = True
-    return own
-
-
 @dataclass(frozen=True)
 class Steps:
     """What decode steps wrote between the fill of a batch and a later state of it.
@@ -124,6 +125,7 @@ class Steps:
     nobody's now (windows moved on).
     """
 
+    ran: bool
     before: dict[str, RequestBlocks]
     written: list[np.ndarray]
     left: list[np.ndarray]
@@ -143,7 +145,7 @@ def steps_between(layout: KVCacheConfig, admitted: Batch | None, now: Batch) -> 
     """``admitted`` is the batch as it was filled; without it no step was run."""
     written = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     if admitted is None:
-        return Steps({}, written, [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks])
+        return Steps(False, {}, written, [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks])
     before = {blocks.request_id: blocks for blocks in admitted.requests}
     for blocks in now.requests:
         old = before.get(blocks.request_id)
@@ -157,4 +159,4 @@ def steps_between(layout: KVCacheConfig, admitted: Batch | None, now: Batch) -> 
                 table = table[(old.num_tokens - 1) // layout.tokens_per_block(group):]
             written[group][existing(table, len(written[group]))] = True
     left = [(then >= 0) & (today < 0) for then, today in zip(owners(layout, admitted), owners(layout, now))]
-    return Steps(before, written, left)
+    return Steps(True, before, written, left)
