@@ -188,6 +188,7 @@ class StepAuditor:
             self.cache.pages(layer)[blocks] = content
         for number, group in enumerate(self.layout.groups):
             states = inspect_rows(self.cache, number, self.values).states
+            self._clear(group.layer_names, states == UNTOUCHED)
             count = dict.fromkeys(COUNTS, 0) | outside[number]
             for row, layer in enumerate(group.layer_names):
                 required = self.required[layer]
@@ -201,6 +202,17 @@ class StepAuditor:
                     count["uncovered" if absent else "filled"] += 1
             records.append({**self._names(number), **count})
         return records
+
+    def _clear(self, layers: Sequence[str], poisoned: torch.Tensor) -> None:
+        """Zero the poison that no step may read, as vLLM allocates it.
+
+        Kernels read whole tiles and weight what lies behind a sequence with zero, but zero times
+        NaN is NaN. What a step does read keeps its poison: missing fills show in what is decoded.
+        """
+        read = {block for required in self.required.values() for block in required.fresh}
+        poisoned[:, list(read)] = False
+        for layer, rows in zip(layers, poisoned):
+            self.cache.pages(layer)[rows.to(self.cache.device)] = 0
 
     def _outside(self, meta) -> list[dict[str, int]]:
         """Pages that changed though no filled request owns them, per group: stray and clobbered.

@@ -77,6 +77,15 @@ def test_the_plan_audit_counts_what_the_bytes_say(run):
     assert by_plan.groups.equals(by_bytes.groups)
 
 
+@pytest.mark.parametrize("name", dbv.TINY)
+def test_an_audit_does_not_change_what_is_decoded(run, name):
+    # 129 tokens: the step's own token begins a block that nobody filled
+    audited = run(name, lengths=(700, 129), max_tokens=4)[1]
+    with dbv.engine(name, OURS, {"std": 0.02}) as llm:
+        plain = dbv.generate(llm, dbv.prompts((700, 129)), 4)
+    assert [o.outputs[0].token_ids for o in audited] == [o.outputs[0].token_ids for o in plain]
+
+
 @pytest.mark.parametrize("name", ["tiny-nemotron-h", "tiny-granite-hybrid"])
 def test_the_built_in_connector_fills_no_state(run, name):
     audit, _ = run(name, BUILTIN)
