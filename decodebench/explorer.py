@@ -16,7 +16,7 @@ from decodebench import plots
 from decodebench.blocks import Batch, PoolExhausted, admit
 from decodebench.connector import fill_cache
 from decodebench.coverage import Audit, audit
-from decodebench.display import bytes_text, plain_number, share_text
+from decodebench.display import bytes_text, plain_number
 from decodebench.faults import FAULTS
 from decodebench.fill import Tags
 from decodebench.layout import KVCacheConfig, from_groups, plan
@@ -178,13 +178,17 @@ def panel(view: View, asked: Choice | None = None) -> str:
             f"<p>The pool of {view.choice.blocks} blocks holds {view.choice.requests} of {asked.requests} requests, "
             f"of {view.choice.context:,} tokens.</p>"
         )
-    share = share_text(view.audit.coverage)
-    answer = f"{share} of what decode reads is filled. {view.audit.verdict}"
+    answer = _short(view.audit.verdict)
     return (
         f'<div class="db-explorer"><p class="db-answer"><b>{html.escape(answer)}</b></p>{note}'
         f'<div style="display:flex;gap:1.5em;flex-wrap:wrap"><div style="flex:1 1 36em">{picture(view)}</div>'
         f"<table>{rows}</table></div><p>{legend}</p></div>"
     )
+
+
+def _short(verdict: str) -> str:
+    """A verdict without the part that compares its two sources, which agree in what is drawn."""
+    return verdict.split(" Plan and bytes disagree")[0]
 
 
 # -- the widget ------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ class Explorer:
             {self.view.title: self.view.pages}, name="explorer",
             title="What the explorer shows", num_blocks=self.view.choice.blocks,
         )  # fmt: skip
-        chart.caption = self.view.audit.verdict
+        chart.caption = _short(self.view.audit.verdict)
         return chart
 
     def _repr_mimebundle_(self, include=None, exclude=None):

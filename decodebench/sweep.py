@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -138,6 +138,8 @@ def run(
     the time left; by default where stderr is a terminal. ``.attrs["provenance"]`` of the result
     lists the runs that its ``run`` column names.
     """
+    for kept in (_model, _plan, _batch):
+        kept.cache_clear()  # a config.json may have been edited since the last sweep
     wanted = cases(load_grid(grid) if isinstance(grid, str | Path) else grid)
     by_id = {case.case_id(): case for case in wanted}
     if out is None:
@@ -226,17 +228,41 @@ def _model(name: str, overrides: str | None):
     return models.read_model(fields, name)
 
 
-def _layout(case: Case, made: dict) -> dict:
+def _shape(case: Case) -> Case:
+    """The case without what neither its layout nor its block tables depend on."""
+    changed = {name: getattr(Case("any"), name) for name in _SHAPELESS}
+    return replace(case, **changed)
+
+
+_SHAPELESS = (
+    "measure", "fault", "values", "layers_per_group", "backend", "device", "cold", "min_seconds", "seed",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def _plan(shape: Case):
+    """A layout, kept for the cases that follow on the same one: faults, values and backends share it."""
     from decodebench import layout as layouts
 
-    layout = made["layout"] = layouts.plan(
-        _model(case.model, case.hf_overrides), memory=case.memory, block_size=case.block_size, grouping=case.grouping,
-        memory_order=case.memory_order, kv_cache_dtype=case.kv_cache_dtype,
-        tensor_parallel_size=case.tensor_parallel_size, max_model_len=case.max_model_len,
-        decode_context_parallel_size=case.decode_context_parallel_size,
-        mamba_ssm_cache_dtype=case.mamba_ssm_cache_dtype,
-        enable_prefix_caching=case.enable_prefix_caching,
+    return layouts.plan(
+        _model(shape.model, shape.hf_overrides), memory=shape.memory, block_size=shape.block_size,
+        grouping=shape.grouping, memory_order=shape.memory_order, kv_cache_dtype=shape.kv_cache_dtype,
+        mamba_ssm_cache_dtype=shape.mamba_ssm_cache_dtype, tensor_parallel_size=shape.tensor_parallel_size,
+        decode_context_parallel_size=shape.decode_context_parallel_size, max_model_len=shape.max_model_len,
+        enable_prefix_caching=shape.enable_prefix_caching,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _batch(shape: Case):
+    """The batch on that layout, kept likewise."""
+    from decodebench import blocks
+
+    return blocks.admit(_plan(shape), context=list(shape.contexts), shared_prefix=shape.shared_prefix)
+
+
+def _layout(case: Case, made: dict) -> dict:
+    layout = made["layout"] = _plan(_shape(case))
     contexts = case.contexts
     if max(contexts) > layout.max_model_len:
         raise SweepError(f"context {max(contexts)}: this layout holds requests of at most {layout.max_model_len} tokens")
@@ -258,16 +284,17 @@ def _layout(case: Case, made: dict) -> dict:
 
 def _coverage(case: Case, made: dict) -> dict:
     """From block ids: who would be filled. The connector's scheduler half runs, and nothing is allocated."""
-    from decodebench import blocks, coverage
+    from decodebench import coverage
 
     layout = made["layout"]
-    batch = made["batch"] = blocks.admit(layout, context=list(case.contexts), shared_prefix=case.shared_prefix)
+    batch = made["batch"] = _batch(_shape(case))
     if case.values == "unfilled":
         return _columns(coverage.plan_audit(layout, batch, [()] * len(layout.groups)))
     return _columns(coverage.plan_audit(layout, batch, _planned_rows(layout, batch, case.fault)))
 
 
-def _planned_rows(layout, batch, fault: str | None) -> list[tuple[int, ...]]:
+def _planned_rows(layout, batch, fault: str | None):
+    """What the connector would write: the scheduler half's plan, or rows per group where the worker half changes it."""
     from decodebench import connector, faults
 
     scheduler, worker = (
@@ -277,7 +304,8 @@ def _planned_rows(layout, batch, fault: str | None) -> list[tuple[int, ...]]:
     for request in batch.requests:
         external, _ = scheduler.get_num_new_matched_tokens(request, request.num_computed)
         scheduler.update_state_after_alloc(request, request.block_ids, external)
-    return worker.merge(scheduler.build_connector_meta())
+    meta = scheduler.build_connector_meta()
+    return meta if type(worker) is connector.ConnectorWorker else worker.merge(meta)
 
 
 def _columns(audit) -> dict:

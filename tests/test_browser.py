@@ -140,7 +140,7 @@ def choose(browser, label, value):
     assert found == "chosen", found
 
 
-def test_a_notebook_runs_in_jupyterlab_and_the_explorer_answers(browser, lab):
+def test_a_notebook_runs_in_jupyterlab_and_the_explorer_answers(browser, lab, tmp_path):
     browser.media()
     browser.size(1300, 1000)
     browser.open(f"{lab}/lab/tree/01-quick-start.ipynb")
@@ -148,16 +148,20 @@ def test_a_notebook_runs_in_jupyterlab_and_the_explorer_answers(browser, lab):
     browser.until("!!document.querySelector('.jp-Notebook-ExecutionIndicator[data-status=\"idle\"]')", 60)
     browser.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
     browser.until("!!document.querySelector('.db-explorer svg')", 120)
-    errors = "[...document.querySelectorAll('[data-mime-type=\"application/vnd.jupyter.stderr\"], .jp-RenderedText[data-mime-type*=error]')].map(e => e.textContent)"
+    errors = (
+        "[...document.querySelectorAll('[data-mime-type=\"application/vnd.jupyter.stderr\"], "
+        ".jp-RenderedText[data-mime-type*=error]')].map(e => e.textContent)"
+    )
     assert [text for text in browser.evaluate(errors) if "Error" in text or "Traceback" in text] == []
     verdict = "document.querySelector('.db-explorer .db-answer').textContent"
-    assert "100%" in browser.evaluate(verdict)
-    choose(browser, "fault", "A1")
-    browser.until(f"!{verdict}.includes('100%')", 30)
+    assert browser.evaluate(verdict).startswith("0.0 %"), "the notebook opens it with fault A1"
     assert "never filled" in browser.evaluate("document.querySelector('.db-explorer').textContent")
     choose(browser, "fault", "none")
-    browser.until(f"{verdict}.includes('100%')", 30)
+    browser.until(f"{verdict}.startsWith('100 %')", 30)
+    choose(browser, "fault", "A8")
+    browser.until(f"!{verdict}.startsWith('100 %')", 30)
     choose(browser, "model", "gemma-3-1b")
     browser.until("document.querySelector('.db-explorer').textContent.includes('sliding window')", 30)
     assert [problem for problem in browser.problems if "favicon" not in problem] == []
-    assert browser.screenshot()[:4] == b"\x89PNG"
+    browser.evaluate("document.querySelector('.db-explorer').scrollIntoView({block: 'center'})")
+    assert browser.screenshot(tmp_path / "explorer.png")[:4] == b"\x89PNG"
