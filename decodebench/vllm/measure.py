@@ -87,7 +87,13 @@ def summary(frame: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _batches(llm, admission: str, batches: list[list[int]], steps: int) -> list[dict]:
-    rows = []
+    rows, longest = [], llm.llm_engine.vllm_config.model_config.max_model_len
+    for lengths in batches:
+        if max(lengths) + steps + 1 > longest:
+            raise EngineMeasurementRefused(
+                f"a context of {max(lengths):,} tokens and {steps} steps exceed the engine's {longest:,}: "
+                "raise max_model_len"
+            )
     _run(llm, [min(min(lengths) for lengths in batches)], 2)  # kernels and pages are touched once before
     for lengths in batches:
         same = len(set(lengths)) == 1
@@ -105,12 +111,6 @@ def _run(llm, lengths: list[int], steps: int) -> list[tuple[str, float]]:
     from vllm import SamplingParams
 
     core = llm.llm_engine
-    longest = core.vllm_config.model_config.max_model_len
-    if max(lengths) + steps + 1 > longest:
-        raise EngineMeasurementRefused(
-            f"a context of {max(lengths):,} tokens and {steps} steps exceed the engine's {longest:,}: "
-            "raise max_model_len"
-        )
     params = SamplingParams(max_tokens=steps + 1, temperature=0, ignore_eos=True, detokenize=False)
     vocabulary = core.vllm_config.model_config.get_vocab_size()
     for number, prompt in enumerate(prompts(lengths, vocabulary)):
