@@ -21,7 +21,14 @@ DARK_INKS = {INK: "#e8eaed", MUTED: "#a4adb7", FAINT: "#434b55", EMPTY: "#2a3038
 
 #: Okabe and Ito's palette without its yellow, which no light page can show; ordered so that
 #: neighbours differ in lightness as well
-BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+)
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
 #: a second channel for those who cannot tell the first
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -112,14 +119,20 @@ def darkened(svg: str) -> str:
     return svg
 
 
-def chart(name: str, title: str, *, rows: int = 1, columns: int = 1, size=(8.2, 4.0), subtitle: str = "", **grid):
-    """An empty ``Chart`` with its title, and its axes as ``Figure.subplots`` gives them. Call under ``styled``."""
+def chart(
+    name: str, title: str, *, rows: int = 1, columns: int = 1, size=(8.2, 4.0), subtitle: str = "", **grid
+):
+    """An empty ``Chart`` with its title, and its axes as ``Figure.subplots`` gives them. Call under
+    ``styled``.
+    """
     figure = Chart(figsize=size, name=name)
     axes = figure.subplots(rows, columns, **grid)
     heading = figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", wrap=True)
     if subtitle:
         heading.set_text(title + "\n")
-        figure.text(0.012, heading.get_position()[1] - 0.30 / size[1], subtitle, color=MUTED, va="top", fontsize=9.5)
+        figure.text(
+            0.012, heading.get_position()[1] - 0.30 / size[1], subtitle, color=MUTED, va="top", fontsize=9.5
+        )
     return figure, axes
 
 
@@ -133,15 +146,22 @@ class Table:
         self.frame, self.name, self.caption, self.formats = frame, name, caption, dict(formats or {})
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        data = {"text/html": self.html(), "text/plain": self.frame.to_string(), "text/csv": self.frame.to_csv(index=False)}
+        data = {
+            "text/html": self.html(),
+            "text/plain": self.frame.to_string(),
+            "text/csv": self.frame.to_csv(index=False),
+        }
         return data, {"decodebench": {"role": "table", "name": self.name, "caption": self.caption}}
 
     def html(self) -> str:
         import pandas as pd
 
-        numeric = [pd.api.types.is_numeric_dtype(d) and not pd.api.types.is_bool_dtype(d) for d in self.frame.dtypes]
+        numeric = [
+            pd.api.types.is_numeric_dtype(d) and not pd.api.types.is_bool_dtype(d) for d in self.frame.dtypes
+        ]
         head = "".join(
-            f'<th{_align(n)}>{html.escape(_heading(str(c)))}</th>' for c, n in zip(self.frame.columns, numeric)
+            f"<th{_align(n)}>{html.escape(_heading(str(c)))}</th>"
+            for c, n in zip(self.frame.columns, numeric)
         )
         body = "".join(
             "<tr>"
@@ -177,7 +197,9 @@ _SHARES = ("coverage", "share", "waste", "_loss")
 
 
 def plain_number(value, column: str = "") -> str:
-    """A number as people read it: thousands apart, three digits, shares in percent, bytes and seconds with units."""
+    """A number as people read it: thousands apart, three digits, shares in percent, bytes and seconds with
+    units.
+    """
     if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, str):
         return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
     if column.startswith("waste_") or column.endswith(_SHARES):
@@ -193,7 +215,9 @@ def plain_number(value, column: str = "") -> str:
 
 
 def share_text(share: float) -> str:
-    """A share in percent that says 100 % only where nothing is missing, and 0 % only where nothing is there."""
+    """A share in percent that says 100 % only where nothing is missing, and 0 % only where nothing is
+    there.
+    """
     if share in (0, 1):
         return f"{share:.0%}"
     return f"{min(max(share, 0.001), 0.999):.1%}" if 0 < share < 1 else f"{share:.1%}"

@@ -58,11 +58,13 @@ class View:
     @property
     def title(self) -> str:
         fault = FAULTS[self.choice.fault].name if self.choice.fault else "none"
-        return f"{self.choice.model}, {self.choice.requests} requests of {self.choice.context:,} tokens, fault: {fault}"
+        choice = self.choice
+        return f"{choice.model}, {choice.requests} requests of {choice.context:,} tokens, fault: {fault}"
 
 
 def look(choice: Choice) -> View:
-    """Plan the layout, fill a miniature of it and audit the fill; raises ``DecodebenchError`` where that is refused.
+    """Plan the layout, fill a miniature of it and audit the fill; raises ``DecodebenchError`` where that is
+    refused.
 
     The miniature has the layout's groups, block sizes and block tables; only its pages are small,
     so that the picture follows a click at once.
@@ -86,18 +88,26 @@ def _admitted(layout: KVCacheConfig, choice: Choice) -> tuple[Choice, Batch]:
         (1, context >> shift) for shift in range(1, context.bit_length())
     ]:
         try:
-            return replace(choice, requests=requests, context=tokens), admit(layout, requests=requests, context=tokens)
+            return replace(choice, requests=requests, context=tokens), admit(
+                layout, requests=requests, context=tokens
+            )
         except PoolExhausted as error:
             reason = error
     raise reason
 
 
 def miniature(layout: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
-    """The same groups and block sizes with pages of a few bytes a token: block tables are the layout's own."""
+    """The same groups and block sizes with pages of a few bytes a token: block tables are the layout's
+    own.
+    """
     small = [[_small(spec) for spec in group.layer_specs] for group in layout.groups]
     page = max(spec.page_size_bytes for specs in small for spec in specs)
     groups = [
-        replace(group, layer_specs=tuple(s.padded_to(page) for s in specs), kv_cache_spec=_small(group.kv_cache_spec).padded_to(page))
+        replace(
+            group,
+            layer_specs=tuple(s.padded_to(page) for s in specs),
+            kv_cache_spec=_small(group.kv_cache_spec).padded_to(page),
+        )
         for group, specs in zip(layout.groups, small)
     ]
     return from_groups(
@@ -113,7 +123,11 @@ def _small(spec: KVCacheSpec) -> KVCacheSpec:
         return replace(spec, shapes=tuple(tuple(min(d, 4) for d in shape) for shape in spec.shapes), **plain)
     if isinstance(spec, AttentionSpec):
         # a handful of entries a block stand for its tokens, however many those are
-        few = {"num_kv_heads": 1, "tokens_per_state": max(spec.tokens_per_state, spec.block_size // 16), **plain}
+        few = {
+            "num_kv_heads": 1,
+            "tokens_per_state": max(spec.tokens_per_state, spec.block_size // 16),
+            **plain,
+        }
         if spec.packed is None:
             return replace(spec, head_size=1, head_size_v=min(1, spec.head_size_v or 0), **few)
         return replace(spec, state_content_bytes=8, **few)
@@ -133,20 +147,26 @@ def picture(view: View) -> str:
     for layer, block, state in zip(pages["layer"], pages["block"], pages["state"]):
         x, y = MARGIN + block * CELL, 4 + row_of[layer] * LINE
         paths.setdefault(state, []).append(f"M{x} {y}h{CELL - 1}v{LINE - 1}h{1 - CELL}z")
-    shapes = [f'<path d="{"".join(d)}" fill="{_fill(state)}"><title>{plots.PAGE_STATES[state][1]}</title></path>'
-              for state, d in paths.items()]  # fmt: skip
+    shapes = [
+        f'<path d="{"".join(outline)}" fill="{_fill(state)}"><title>{plots.PAGE_STATES[state][1]}</title></path>'
+        for state, outline in paths.items()
+    ]
     labels, start = [], 0
     for g, group in enumerate(view.audit.layout.groups):
         middle = 4 + (start + len(group.layer_names) / 2) * LINE + 4
         text = f"{g} · {group.kind.replace('_', ' ')} · {group.block_size}"
         if len(group.layer_names) * LINE >= 11 or g % 2 == 0:
-            labels.append(f'<text x="{MARGIN - 8}" y="{middle:.0f}" text-anchor="end">{html.escape(text)}</text>')
+            labels.append(
+                f'<text x="{MARGIN - 8}" y="{middle:.0f}" text-anchor="end">{html.escape(text)}</text>'
+            )
         start += len(group.layer_names)
-        labels.append(f'<path d="M8 {4 + start * LINE - 0.5}h{MARGIN + view.choice.blocks * CELL}" stroke="#8884"/>')
+        labels.append(
+            f'<path d="M8 {4 + start * LINE - 0.5}h{MARGIN + view.choice.blocks * CELL}" stroke="#8884"/>'
+        )
     width, height = MARGIN + view.choice.blocks * CELL + 8, start * LINE + 10
     return (
-        f'<svg viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px" font-size="10" fill="currentColor" '
-        f'role="img" aria-label="{html.escape(view.audit.verdict)}">{"".join(shapes)}{"".join(labels)}</svg>'
+        f'<svg viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px" font-size="10" '
+        f'fill="currentColor" role="img" aria-label="{html.escape(view.audit.verdict)}">{"".join(shapes)}{"".join(labels)}</svg>'
     )
 
 
@@ -158,8 +178,8 @@ def panel(view: View, asked: Choice | None = None) -> str:
     """The panel's HTML: verdict, picture, legend, and the layout's capacity beside them."""
     counts = view.pages["state"].value_counts()
     legend = "".join(
-        f'<span style="white-space:nowrap;margin-right:1.2em"><span style="display:inline-block;width:.8em;height:.8em;'
-        f'background:{_fill(state)}"></span> {counts[state]:,} {text}</span>'
+        f'<span style="white-space:nowrap;margin-right:1.2em">'
+        f'<span style="display:inline-block;width:.8em;height:.8em;background:{_fill(state)}"></span> {counts[state]:,} {text}</span>'
         for state, (_, text) in plots.PAGE_STATES.items() if state in counts
     )  # fmt: skip
     capacity = view.layout.capacity(view.choice.context)
@@ -171,11 +191,14 @@ def panel(view: View, asked: Choice | None = None) -> str:
         "a request costs": bytes_text(capacity.intercept_bytes),
         "and each token": bytes_text(capacity.slope_bytes),
     }
-    rows = "".join(f'<tr><td style="text-align:left">{k}</td><td><b>{v}</b></td></tr>' for k, v in facts.items())
+    rows = "".join(
+        f'<tr><td style="text-align:left">{k}</td><td><b>{v}</b></td></tr>' for k, v in facts.items()
+    )
     note = ""
     if asked and (asked.requests, asked.context) != (view.choice.requests, view.choice.context):
         note = (
-            f"<p>The pool of {view.choice.blocks} blocks holds {view.choice.requests} of {asked.requests} requests, "
+            f"<p>The pool of {view.choice.blocks} blocks holds {view.choice.requests} of {asked.requests} "
+            f"requests, "
             f"of {view.choice.context:,} tokens.</p>"
         )
     answer = _short(view.audit.verdict)
@@ -230,7 +253,8 @@ class Explorer:
             self.output.value = panel(self.view, asked)
         except DecodebenchError as error:
             self.view = None
-            self.output.value = f'<div class="db-explorer"><p class="db-answer"><b>Refused.</b> {html.escape(str(error))}</p></div>'
+            text = f"<b>Refused.</b> {html.escape(str(error))}"
+            self.output.value = f'<div class="db-explorer"><p class="db-answer">{text}</p></div>'
 
     def still(self) -> plots.Chart:
         """The picture as a figure, for exports."""

@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decodebench.blocks import Batch, Request, RequestBlocks, admit
-from decodebench.connector import ConnectorError, ConnectorScheduler, ConnectorWorker, fill_cache, run_connector
+from decodebench.connector import (
+    ConnectorError,
+    ConnectorScheduler,
+    ConnectorWorker,
+    fill_cache,
+    run_connector,
+)
 from decodebench.coverage import Audit, audit
 from decodebench.faults import FAULTS, faulty_halves
 from decodebench.fill import Constant, Normal, Values, Zeros, fill_rows
@@ -36,7 +42,9 @@ Finding = tuple[bool, str]
 
 @dataclass(frozen=True)
 class SmallCase:
-    """The smallest situation in which a fault shows. ``run(fault)`` says whether something was caught, and what."""
+    """The smallest situation in which a fault shows. ``run(fault)`` says whether something was caught, and
+    what.
+    """
 
     fault: str
     situation: str
@@ -45,7 +53,9 @@ class SmallCase:
 
 
 def gallery():
-    """One row a fault: id, name, what it does, the case, how it is caught, what is found with and without it."""
+    """One row a fault: id, name, what it does, the case, how it is caught, what is found with and without
+    it.
+    """
     import pandas as pd
 
     rows = []
@@ -55,7 +65,8 @@ def gallery():
         clean, sound = case.run(None)
         rows.append(
             {
-                "id": case.fault, "fault": fault.name, "what it does": fault.what, "smallest case": case.situation,
+                "id": case.fault, "fault": fault.name, "what it does": fault.what,
+                "smallest case": case.situation,
                 "caught by": case.caught_by, "found with the fault": found, "found without it": sound,
                 "caught": caught and not clean,
             }
@@ -97,13 +108,18 @@ def before_and_after(
 
 def attention(block_size: int = 16, **changes) -> FullAttentionSpec:
     heads = 64 // block_size  # equal pages, whatever the block size
-    return FullAttentionSpec(**{"block_size": block_size, "num_kv_heads": heads, "head_size": 8, "dtype": "bfloat16"} | changes)
+    return FullAttentionSpec(
+        **{"block_size": block_size, "num_kv_heads": heads, "head_size": 8, "dtype": "bfloat16"} | changes
+    )
 
 
 def state(block_size: int = 16) -> MambaSpec:
     """A state of two parts with dtypes of their own, in a page of 2,048 bytes of which 1,232 are used."""
     return MambaSpec(
-        block_size=block_size, shapes=((3, 24), (8, 34)), dtypes=("bfloat16", "float32"), page_size_padded=2048
+        block_size=block_size,
+        shapes=((3, 24), (8, 34)),
+        dtypes=("bfloat16", "float32"),
+        page_size_padded=2048,
     )
 
 
@@ -125,8 +141,12 @@ def halves(layout: KVCacheConfig, fault: str | None, values: Values = VALUES):
     return faulty_halves(layout, fault, values)
 
 
-def filled(batch: Batch, values: Values = VALUES, resident: Sequence[Sequence[int]] = ()) -> Callable[[str | None], Finding]:
-    """Fill the batch through both halves and audit every byte; ``resident`` rows hold somebody else's values."""
+def filled(
+    batch: Batch, values: Values = VALUES, resident: Sequence[Sequence[int]] = ()
+) -> Callable[[str | None], Finding]:
+    """Fill the batch through both halves and audit every byte; ``resident`` rows hold somebody else's
+    values.
+    """
 
     def run(fault: str | None) -> Finding:
         cache = batch.layout.allocate("cpu")
@@ -186,7 +206,10 @@ def zeroed_by_the_engine(fault: str | None) -> Finding:
     batch = one_request(layout, 17, (1, 2), (3, 4))
     cache = layout.allocate("cpu")
     if fault is None:
-        scheduler, worker = ConnectorScheduler(layout, startup_fill=True), ConnectorWorker(layout, VALUES, startup_fill=True)
+        scheduler, worker = (
+            ConnectorScheduler(layout, startup_fill=True),
+            ConnectorWorker(layout, VALUES, startup_fill=True),
+        )
     else:
         scheduler, worker = halves(layout, fault)
     worker.register_kv_caches(cache)
@@ -219,11 +242,17 @@ def _cases() -> tuple[SmallCase, ...]:
     ring = CircularBufferSpec(block_size=16, num_kv_heads=4, head_size=8, dtype="uint8")
     fp8 = attention(dtype="float8_e4m3fn")
     packed = MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=576, dtype="uint8", packed="fp8_ds_mla", state_content_bytes=656
+        block_size=16,
+        num_kv_heads=1,
+        head_size=576,
+        dtype="uint8",
+        packed="fp8_ds_mla",
+        state_content_bytes=656,
     )
     reading = "audit of the bytes"
     return (
-        SmallCase("A1", "two groups, blocks [1] and [5]", reading, filled(one_request(two, 17, (1, 2), (5, 6)))),
+        SmallCase("A1", "two groups, blocks [1] and [5]", reading,
+                  filled(one_request(two, 17, (1, 2), (5, 6)))),
         SmallCase("A2", "groups of 32 and 16 tokens a block, 33 tokens to fill", reading,
                   filled(one_request(sizes, 34, (4, 5), (1, 2, 3)))),
         SmallCase("A3", "32 tokens hit, 17 to fill, blocks [1, 2, 3, 4]", reading,
@@ -233,7 +262,8 @@ def _cases() -> tuple[SmallCase, ...]:
         SmallCase("A5", "a window's table [null, null, 1, 2, 3]", reading,
                   filled(one_request(layout_of([_window()]), 65, (0, 0, 1, 2, 3)))),
         SmallCase("A6", "2 ranks share a block's 32 tokens, 32 hit, 64 to fill", reading,
-                  filled(one_request(split, 97, (1, 2, 3, 4), (0, 0, 0, 0, 0, 5, 6), computed=32), resident=[(1,), ()])),
+                  filled(one_request(split, 97, (1, 2, 3, 4), (0, 0, 0, 0, 0, 5, 6), computed=32),
+                         resident=[(1,), ()])),
         SmallCase("A7", "one request's state in block [2] of 8", reading,
                   filled(one_request(layout_of([state()]), 17, (2, 3)))),
         SmallCase("A8", "a state of bfloat16 and float32 parts", reading,

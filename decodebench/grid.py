@@ -1,6 +1,6 @@
 """A grid of cases: axes, each a value or a list of values, from a dictionary or a TOML file.
 
-    {"model": ["jamba-v0.1", "gemma-3-1b"], "block_size": [16, 32, 64], "context": "63x4096+1x262144"}
+{"model": ["jamba-v0.1", "gemma-3-1b"], "block_size": [16, 32, 64], "context": "63x4096+1x262144"}
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ class Case:
 AXES = tuple(field.name for field in fields(Case))
 
 
-
 def parse_context(text: str | int) -> tuple[int, ...]:
     """``"4096"`` → (4096,); ``"63x4096+1x262144"`` → 64 lengths. Raises ``SweepError``."""
     lengths: list[int] = []
     for term in str(text).replace(" ", "").replace("_", "").split("+"):
         match = re.fullmatch(r"(?:(\d+)[x×])?(\d+)", term)
         if not match or int(match[2]) < 1 or (match[1] and not 1 <= int(match[1]) <= 1_000_000):
-            raise SweepError(f"context {text!r}: write a length such as 4096, or a mix such as 63x4096+1x262144")
+            raise SweepError(
+                f"context {text!r}: write a length such as 4096, or a mix such as 63x4096+1x262144"
+            )
         lengths += [int(match[2])] * int(match[1] or 1)
     return tuple(lengths)
 
@@ -116,7 +117,7 @@ def cases(grid: Mapping | Sequence[Mapping]) -> list[Case]:
     for one in grids:
         axes = {_known_axis(key): _values(key, value) for key, value in one.items()}
         if "model" not in axes:
-            raise SweepError("a grid without a model: add model = \"gemma-3-1b\" or the path of a config.json")
+            raise SweepError('a grid without a model: add model = "gemma-3-1b" or the path of a config.json')
         for point in itertools.product(*axes.values()):
             found[_case(dict(zip(axes, point)))] = None
     return list(found)
@@ -154,7 +155,8 @@ def _values(key: str, value) -> list:
 
 
 _TYPES = {
-    "int": (int,), "int | None": (int, type(None)), "bool": (bool,), "str": (str,), "str | None": (str, type(None)),
+    "int": (int,), "int | None": (int, type(None)), "bool": (bool,), "str": (str,),
+    "str | None": (str, type(None)),
     "int | str | None": (int, str, type(None)), "float": (float, int),
 }  # fmt: skip
 
@@ -183,5 +185,6 @@ def _case(point: dict) -> Case:
 
 
 _POSITIVE = {
-    "block_size", "batch", "tensor_parallel_size", "decode_context_parallel_size", "max_model_len", "layers_per_group",
+    "block_size", "batch", "tensor_parallel_size", "decode_context_parallel_size", "max_model_len",
+    "layers_per_group",
 }  # fmt: skip

@@ -57,7 +57,9 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = _open_locked(self.folder)
         except OSError as error:
-            raise JournalError(f"{self.folder}: cannot write results there ({error.strerror or error})") from error
+            raise JournalError(
+                f"{self.folder}: cannot write results there ({error.strerror or error})"
+            ) from error
         try:
             fresh = not (self.folder / PROVENANCE).exists() and not (self.folder / PARQUET).exists()
             if fresh and os.fstat(self._file.fileno()).st_size == 0:
@@ -105,7 +107,8 @@ class Journal:
         except OSError as error:
             self._discard_after(end)
             raise JournalError(
-                f"{self.folder / JOURNAL}: {error.strerror or error} while writing a row. The {len(self.rows)} rows "
+                f"{self.folder / JOURNAL}: {error.strerror or error} while writing a row. The "
+                f"{len(self.rows)} rows "
                 "finished before it are safe: free some space and start the same sweep again"
             ) from error
         self.rows[row["case_id"]] = json.loads(line)
@@ -173,7 +176,8 @@ def _read_journal(path: Path) -> tuple[list[dict], int]:
             # only the last line can be half written: a row starts when the one before is on the disk
             if end >= 0 and data[end + 1 :].strip(b"\0\n "):
                 raise JournalError(
-                    f"{path}, line {len(rows) + 1}: not a row, though more rows follow. The file was edited or "
+                    f"{path}, line {len(rows) + 1}: not a row, though more rows follow. The file was edited "
+                    f"or "
                     "damaged: remove that line to go on without it"
                 )
             break
@@ -196,7 +200,9 @@ def _read_parquet(path: Path) -> list[dict]:
 def _read_runs(folder: Path) -> list[dict]:
     path = folder / PROVENANCE
     if not path.exists():
-        raise JournalError(f"{folder}: no {PROVENANCE} there, so this is not a folder that a sweep has written")
+        raise JournalError(
+            f"{folder}: no {PROVENANCE} there, so this is not a folder that a sweep has written"
+        )
     try:
         stored = json.loads(path.read_text())
         schema, runs = stored["schema"], list(stored["runs"])
@@ -232,7 +238,9 @@ def _open_locked(folder: Path):
                 f"{folder}: another sweep is writing there; wait for it or choose another folder"
             ) from error
         # another sweep may have compacted, and so removed, this very file before the lock was ours
-        if (folder / JOURNAL).exists() and os.path.samestat(os.stat(folder / JOURNAL), os.fstat(file.fileno())):
+        if (folder / JOURNAL).exists() and os.path.samestat(
+            os.stat(folder / JOURNAL), os.fstat(file.fileno())
+        ):
             return file
         file.close()
 

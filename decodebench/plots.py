@@ -1,4 +1,6 @@
-"""Tables → charts. Every function takes a DataFrame and returns a ``Chart``: titled, with units and alt text."""
+"""Tables → charts. Every function takes a DataFrame and returns a ``Chart``: titled, with units and alt
+text.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,26 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from decodebench.charts import bar_panels, bars, lines, value_of
 from decodebench.display import (
-    EMPTY, FAINT, GREEN, INK, MARKERS, MUTED, ORANGE, PALETTE, SKY, VERMILLION, Chart,
-    bytes_text, chart, plain_number, share_text, styled,
+    EMPTY,
+    FAINT,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PALETTE,
+    SKY,
+    VERMILLION,
+    Chart,
+    bytes_text,
+    chart,
+    share_text,
+    styled,
 )  # fmt: skip
+
+__all__ = ["bar_panels", "bars", "lines"]
 
 #: state of a (layer, block) page → colour and what it means; drawn in this order
 PAGE_STATES = {
@@ -25,128 +41,6 @@ PAGE_STATES = {
     "stray": ("#8b3fbf", "written, nobody's"),
     "clobbered": (INK, "written, somebody else's"),
 }
-
-
-# -- building blocks -------------------------------------------------------------------------------
-
-
-@styled
-def lines(
-    frame, x: str, y: str, series: str, *, name: str, title: str, subtitle: str = "", x_label: str = "",
-    y_label: str = "", log_x: bool = True, log_y: bool = False, percent: bool = False, spread: tuple[str, str] = (),
-    limit: tuple[float, str] | None = None, size=(8.2, 4.0),
-) -> Chart:  # fmt: skip
-    """One line a value of ``series``, labelled at its end; ``spread`` names columns of a band, ``limit`` draws a level."""
-    figure, axes = chart(name, title, subtitle=subtitle, size=size)
-    said = []
-    for i, (label, part) in enumerate(frame.groupby(series, sort=False, dropna=False)):
-        part = part.dropna(subset=[y]).sort_values(x)
-        if part.empty:
-            continue
-        xs, ys = part[x].astype(float).tolist(), part[y].astype(float).tolist()
-        colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
-        axes.plot(xs, ys, color=colour, marker=marker, label=str(label))
-        if spread:
-            axes.fill_between(xs, *(part[s].astype(float).tolist() for s in spread), color=colour, alpha=0.18, lw=0)
-        said.append(f"{label}: {_number(ys[0], percent)} at {plain_number(xs[0])} to {_number(ys[-1], percent)} at {plain_number(xs[-1])}")
-    if limit:
-        axes.axhline(limit[0], color=MUTED, linestyle="--", linewidth=1.2)
-        axes.annotate(
-            limit[1], (1, limit[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-            ha="right", color=MUTED, fontsize=9,
-        )  # fmt: skip
-    _scales(axes, sorted(set(frame[x].astype(float))), log_x, log_y, percent)
-    axes.set_xlabel(x_label or x)
-    axes.set_ylabel(y_label or y)
-    axes.margins(y=0.08)
-    if len(said) > 1:
-        handles, labels = axes.get_legend_handles_labels()
-        columns = max(1, min(len(labels), 82 // (max(map(len, labels)) + 8)))
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns)
-    figure.alt = f"{title}. Line chart of {y_label or y} against {x_label or x}. " + "; ".join(said) + "."
-    return figure
-
-
-@styled
-def bars(
-    frame, category: str, values: Mapping[str, str], *, name: str, title: str, subtitle: str = "", x_label: str = "",
-    stacked: bool = False, percent: bool = False, log: bool = False, colours: Sequence[str] = PALETTE,
-    as_text=None, size: tuple[float, float] | None = None,
-) -> Chart:  # fmt: skip
-    """Horizontal bars, a row a ``category``; ``values``: column → label. Numbers stand at the bars' ends."""
-    on_axis = as_text or (lambda v: f"{100 * v:.3g}%" if percent else plain_number(v))
-    as_text = as_text or (lambda v: _number(v, percent))
-    names = frame[category].astype(str).tolist()
-    thickness = 0.72 if stacked or len(values) == 1 else 0.84 / len(values)
-    height = 1.45 + len(names) * (0.36 if stacked else max(0.36, 0.24 * len(values)))
-    figure, axes = chart(name, title, subtitle=subtitle, size=size or (8.2, height))
-    left = [0.0] * len(names)
-    for i, (column, label) in enumerate(values.items()):
-        numbers = frame[column].astype("Float64").fillna(0).astype(float).tolist()
-        if stacked:
-            places = list(range(len(names)))
-            axes.barh(places, numbers, thickness, left=left, color=colours[i % len(colours)], label=label)
-            left = [a + b for a, b in zip(left, numbers)]
-        else:
-            shift = (i - (len(values) - 1) / 2) * thickness
-            places = [j + shift for j in range(len(names))]
-            drawn = axes.barh(places, numbers, thickness * 0.92, color=colours[i % len(colours)], label=label)
-            missing = frame[column].isna().tolist()
-            texts = ["" if m else as_text(v) for v, m in zip(numbers, missing)]
-            axes.bar_label(drawn, texts, padding=3, fontsize=8.5, color=INK)
-    if stacked:
-        for place, total in enumerate(left):
-            axes.annotate(as_text(total), (total, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
-    axes.margins(x=0.12)
-    if log:
-        axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: on_axis(v)))
-    if percent:
-        axes.set_xlim(0, max(axes.get_xlim()[1], 0.01))
-    axes.set_xlabel(x_label)
-    if len(values) > 1:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(values)))
-    rows = (
-        f"{label} {', '.join(f'{text} {_number(v, percent)}' for v, text in zip(row, values.values()) if v == v)}"
-        for label, row in zip(names, frame[list(values)].astype("Float64").astype(float).itertuples(index=False))
-    )
-    figure.alt = f"{title}. Bar chart of {x_label}. " + "; ".join(rows) + "."
-    return figure
-
-
-def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) -> None:
-    if log_x:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(_apart(xs)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(round(v))))
-    if log_y:
-        axes.set_yscale("log")
-    elif not percent:
-        axes.set_ylim(bottom=0)
-    if percent:
-        axes.set_ylim(0, 1.04)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-    elif log_y:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: plain_number(v)))
-
-
-def _apart(values: Sequence[float], count: int = 9) -> list[float]:
-    """Those of the values that a logarithmic axis has room to label."""
-    kept: list[float] = []
-    for value in values:
-        if not kept or value / kept[-1] >= 0.98 * (values[-1] / values[0]) ** (1 / count):
-            kept.append(value)
-    return kept
-
-
-def _number(value: float, percent: bool = False) -> str:
-    return share_text(value) if percent else plain_number(value)
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -174,12 +68,17 @@ def draw_pages(axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[st
 
 def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
     """The legend of a page map, with each state in words."""
-    handles = [Patch(facecolor=PAGE_STATES[s][0], label=PAGE_STATES[s][1]) for s in PAGE_STATES if s in states]
-    figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, handleheight=1.0)
+    handles = [
+        Patch(facecolor=PAGE_STATES[s][0], label=PAGE_STATES[s][1]) for s in PAGE_STATES if s in states
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, handleheight=1.0
+    )
 
 
 def pages(audit, batch):
-    """Every page that a request owns, or that somebody wrote, with its state: the table that ``page_maps`` draws.
+    """Every page that a request owns, or that somebody wrote, with its state: the table that ``page_maps``
+    draws.
 
     Columns group, kind, layer, block, state. A page that the step reads and somebody else overwrote is
     ``wrong``; ``clobbered`` and ``stray`` are pages it does not read.
@@ -220,17 +119,28 @@ def page_maps(
 ) -> Chart:  # fmt: skip
     """Layers by blocks, one panel a table, side by side: what decode reads and what was written there.
 
-    Each table is one of ``pages``: a row a page with group, kind, layer, block, state (a key of ``PAGE_STATES``).
+    Each table is one of ``pages``: a row a page with group, kind, layer, block, state (a key of
+    ``PAGE_STATES``).
     Groups share one pool: a block id belongs to one group, so its pages in other groups' rows stay blank.
     """
     first = next(iter(frames.values()))
     order = first.drop_duplicates("layer")[["group", "layer"]].sort_values("group", kind="stable")
     row_of = {layer: row for row, layer in enumerate(order["layer"])}
-    edges = order.reset_index(drop=True).groupby("group").apply(lambda g: (g.index[0], g.index[-1]), include_groups=False)
+    edges = (
+        order.reset_index(drop=True)
+        .groupby("group")
+        .apply(lambda g: (g.index[0], g.index[-1]), include_groups=False)
+    )
     num_blocks = num_blocks or int(max(frame["block"].max() for frame in frames.values())) + 1
     height = min(7.5, 1.9 + 0.105 * max(len(row_of), 14))
     figure, axes = chart(
-        name, title, columns=len(frames), subtitle=subtitle, size=size or (8.6, height), sharey=True, squeeze=False
+        name,
+        title,
+        columns=len(frames),
+        subtitle=subtitle,
+        size=size or (8.6, height),
+        sharey=True,
+        squeeze=False,
     )
     drawn: set[str] = set()
     said = []
@@ -247,8 +157,13 @@ def page_maps(
             axis.axhline(start - 0.5, color=MUTED, linewidth=0.6)
         axis.set_xlabel("block id in the pool")
         counts = frame["state"].value_counts()
-        said.append(f"{label}: " + ", ".join(f"{counts[s]} pages {PAGE_STATES[s][1]}" for s in PAGE_STATES if s in counts))
-    axes[0][0].set_yticks([(a + b) / 2 for a, b in edges.tolist()], [_group_label(first, g) for g in edges.index])
+        said.append(
+            f"{label}: "
+            + ", ".join(f"{counts[s]} pages {PAGE_STATES[s][1]}" for s in PAGE_STATES if s in counts)
+        )
+    axes[0][0].set_yticks(
+        [(a + b) / 2 for a, b in edges.tolist()], [_group_label(first, g) for g in edges.index]
+    )
     for axis in axes[0]:
         axis.tick_params(axis="y", length=0)
     axes[0][0].set_ylabel("groups, a line a layer")
@@ -269,12 +184,15 @@ def _group_label(frame, group: int) -> str:
 #: column of a sweep → what the waste is called
 WASTE = {
     "waste_padding_layers": "padding layers", "waste_padded_pages": "padded pages",
-    "waste_last_block": "behind the last token", "waste_reserve": "kept for tokens in flight", "waste_null_block": "null block", "waste_tail": "left over",
+    "waste_last_block": "behind the last token", "waste_reserve": "kept for tokens in flight",
+    "waste_null_block": "null block", "waste_tail": "left over",
 }  # fmt: skip
 
 
 def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
-    """Coverage against the ratio of the groups' block sizes: with the fault, without it, and its worst group."""
+    """Coverage against the ratio of the groups' block sizes: with the fault, without it, and its worst
+    group.
+    """
     import pandas as pd
 
     kept = ["block_size_ratio", "share", "connector"]
@@ -283,7 +201,9 @@ def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
         [
             good.assign(share=good["coverage"], connector="each group's own block size")[kept],
             bad.assign(share=bad["coverage"], connector="one block size for all: all groups")[kept],
-            bad.assign(share=bad["worst_group_coverage"], connector="one block size for all: the worst group")[kept],
+            bad.assign(
+                share=bad["worst_group_coverage"], connector="one block size for all: the worst group"
+            )[kept],
         ]
     )
     return lines(
@@ -296,65 +216,20 @@ def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
 def waste(table, by: str, title: str, subtitle: str = "", name: str = "waste") -> Chart:
     """Share of the memory that holds nothing anybody reads, by cause: a bar a value of ``by``."""
     frame = table[table["status"] == "ok"]
-    shown = {c: label for c, label in WASTE.items() if (frame[c] > 0.0005).any()} or {"waste_tail": "left over"}
+    shown = {c: label for c, label in WASTE.items() if (frame[c] > 0.0005).any()} or {
+        "waste_tail": "left over"
+    }
     return bars(
-        frame, by, shown, name=name, title=title, subtitle=subtitle, x_label="share of the memory", stacked=True,
+        frame, by, shown, name=name, title=title, subtitle=subtitle, x_label="share of the memory",
+        stacked=True,
         percent=True,
     )  # fmt: skip
 
 
 @styled
-def bar_panels(
-    table, category: str, column: str, panel: str, *, name: str, title: str, subtitle: str = "", x_label: str = "",
-    percent: bool = False, as_text=None, highlight: Sequence[str] = (), size: tuple[float, float] | None = None,
-) -> Chart:  # fmt: skip
-    """A panel a value of ``panel``, a bar a ``category``, each panel with its own scale; a refused case says so.
-
-    ``highlight`` names categories drawn in the first colour, the others in the second.
-    """
-    as_text = as_text or (lambda v: _number(v, percent))
-    categories = list(dict.fromkeys(table[category].astype(str)))
-    panels = list(dict.fromkeys(table[panel].astype(str)))
-    figure, axes = chart(
-        name, title, columns=len(panels), subtitle=subtitle, sharey=True, squeeze=False,
-        size=size or (8.6, 1.6 + 0.36 * len(categories)),
-    )  # fmt: skip
-    said = []
-    for axis, label in zip(axes[0], panels):
-        rows = {str(row[category]): row for row in table[table[panel].astype(str) == label].to_dict("records")}
-        values = {c: _value(rows.get(c), column) for c in categories}
-        largest = max((v for v in values.values() if v is not None), default=1.0) or 1.0
-        for place, c in enumerate(categories):
-            value, colour = values[c], PALETTE[0] if not highlight or c in highlight else SKY
-            if value is not None:
-                axis.barh(place, value, 0.72, color=colour)
-            text = as_text(value) if value is not None else ("refused" if c in rows else "")
-            axis.annotate(
-                text, (value or 0, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5,
-                color=INK if value is not None else MUTED,
-            )  # fmt: skip
-        axis.set_title(label)
-        axis.set_xlim(0, 1.32 * (1 if percent and largest > 0.9 else largest))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if percent else plain_number(v)))
-        axis.locator_params(axis="x", nbins=4)
-        axis.tick_params(axis="y", length=0)
-        axis.grid(axis="y", visible=False)
-        axis.set_xlabel(x_label)
-        shown = ", ".join(f"{c} {as_text(v) if v is not None else 'refused'}" for c, v in values.items() if c in rows)
-        said.append(f"{label}: {shown}")
-    axes[0][0].set_yticks(range(len(categories)), categories)
-    axes[0][0].set_ylim(len(categories) - 0.4, -0.6)
-    figure.alt = f"{title}. Bars of {x_label}. " + "; ".join(said) + "."
-    return figure
-
-
-def _value(row: Mapping | None, column: str) -> float | None:
-    value = None if row is None else row[column]
-    return None if value is None or value != value or not hasattr(value, "__float__") else float(value)
-
-
-@styled
-def waste_panels(table, by: str, title: str, subtitle: str = "", panel: str = "model", name: str = "waste") -> Chart:
+def waste_panels(
+    table, by: str, title: str, subtitle: str = "", panel: str = "model", name: str = "waste"
+) -> Chart:
     """Waste by cause, a panel a model, a bar a value of ``by``."""
     categories = list(dict.fromkeys(table[by].astype(str)))
     panels = list(dict.fromkeys(table[panel].astype(str)))
@@ -370,10 +245,17 @@ def waste_panels(table, by: str, title: str, subtitle: str = "", panel: str = "m
         for place, category in enumerate(categories):
             left = 0.0
             for i, column in enumerate(used):
-                share = _value(rows.get(category), column) or 0.0
-                axis.barh(place, share, 0.72, left=left, color=PALETTE[i], label=used[column] if place == 0 else None)
+                share = value_of(rows.get(category), column) or 0.0
+                axis.barh(
+                    place,
+                    share,
+                    0.72,
+                    left=left,
+                    color=PALETTE[i],
+                    label=used[column] if place == 0 else None,
+                )
                 left += share
-            ok = _value(rows.get(category), "waste_tail") is not None
+            ok = value_of(rows.get(category), "waste_tail") is not None
             text = share_text(left) if ok else ("refused" if category in rows else "")
             axis.annotate(
                 text, (left, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5,
@@ -390,7 +272,9 @@ def waste_panels(table, by: str, title: str, subtitle: str = "", panel: str = "m
     axes[0][0].set_ylim(len(categories) - 0.4, -0.6)
     axes[0][0].set_ylabel(by.replace("_", " "))
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=len(used))
-    figure.alt = f"{title}. Stacked bars, share of the memory: {', '.join(used.values())}. " + "; ".join(said) + "."
+    figure.alt = (
+        f"{title}. Stacked bars, share of the memory: {', '.join(used.values())}. " + "; ".join(said) + "."
+    )
     return figure
 
 
@@ -416,7 +300,9 @@ def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Ch
 
 
 def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Chart:
-    """Requests that fit with a smaller KV cache type over those with the model's own, against their length."""
+    """Requests that fit with a smaller KV cache type over those with the model's own, against their
+    length.
+    """
     frame = table[table["status"] == "ok"].assign(length=table["context"].astype("string").astype("Int64"))
     wide = frame.pivot(index=["model", "length"], columns="kv_cache_dtype", values="concurrency")
     gain = (wide[small] / wide["auto"]).rename("gain").reset_index()
@@ -424,30 +310,42 @@ def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Cha
     gain = gain.sort_values("model", key=lambda names: names.map(order), kind="stable")
     return lines(
         gain, "length", "gain", "model", name="dtype-gain", title=title, subtitle=subtitle,
-        x_label="tokens of each request", y_label=f"requests with {small} / without", limit=(2.0, "half the bytes: 2x"),
+        x_label="tokens of each request", y_label=f"requests with {small} / without",
+        limit=(2.0, "half the bytes: 2x"),
     )  # fmt: skip
 
 
-def latency(table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency") -> Chart:
-    """Median decode step against ``x`` with its quartiles, and dashed what the memory needs, a line a ``series``."""
+def latency(
+    table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency"
+) -> Chart:
+    """Median decode step against ``x`` with its quartiles, and dashed what the memory needs, a line a
+    ``series``.
+    """
     frame = table[table["status"] == "ok"].copy()
     for column in ("median_s", "q1_s", "q3_s", "limit_s"):
         frame[column.replace("_s", "_ms")] = 1e3 * frame[column]
     figure = lines(
-        frame, x, "median_ms", series, name=name, title=title, subtitle=subtitle, y_label="one decode step (ms)",
-        x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "), spread=("q1_ms", "q3_ms"),
+        frame, x, "median_ms", series, name=name, title=title, subtitle=subtitle,
+        y_label="one decode step (ms)",
+        x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "),
+        spread=("q1_ms", "q3_ms"),
     )  # fmt: skip
     for i, (_, part) in enumerate(frame.groupby(series, sort=False)):
         part = part.sort_values(x)
-        figure.axes[0].plot(part[x].astype(float), part["limit_ms"].astype(float), "--", color=PALETTE[i], linewidth=1)
+        figure.axes[0].plot(
+            part[x].astype(float), part["limit_ms"].astype(float), "--", color=PALETTE[i], linewidth=1
+        )
     return figure
 
 
-def limit_share(table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "limit-share") -> Chart:
+def limit_share(
+    table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "limit-share"
+) -> Chart:
     """Share of the memory's speed that a step reaches, against ``x``."""
     frame = table[table["status"] == "ok"]
     return lines(
-        frame, x, "limit_share", series, name=name, title=title, subtitle=subtitle, y_label="of this machine's measured limit",
+        frame, x, "limit_share", series, name=name, title=title, subtitle=subtitle,
+        y_label="of this machine's measured limit",
         x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "),
         percent=True,
     )  # fmt: skip
@@ -456,73 +354,25 @@ def limit_share(table, x: str, title: str, subtitle: str = "", series: str = "mo
 def block_growth(table, title: str, subtitle: str = "") -> Chart:
     """Block size in use by the types of cache and state, a bar a combination (a sweep's table)."""
     types = {"auto": "bfloat16"}
-    label = table["kv_cache_dtype"].replace(types) + " cache, " + table["mamba_ssm_cache_dtype"].replace(types) + " states"
+    label = (
+        table["kv_cache_dtype"].replace(types)
+        + " cache, "
+        + table["mamba_ssm_cache_dtype"].replace(types)
+        + " states"
+    )
     return bars(
         table.assign(label=label), "label", {"block_in_use": "block size"}, name="block-growth", title=title,
         subtitle=subtitle, x_label="tokens that one block covers",
     )  # fmt: skip
 
 
-# -- what the numbers say, in one line -------------------------------------------------------------
-
-
-def ratio_verdict(table) -> str:
-    """What one global block size misses at the largest ratio of block sizes, and what the grouped connector does."""
-    good, bad = table[table["fault"].isna()], table[table["fault"].notna()]
-    worst = bad.loc[bad["worst_group_coverage"].astype(float).idxmin()]
-    return (
-        f"Dividing by each group's own block size fills {share_text(float(good['coverage'].min()))} of what decode reads; one size "
-        f"for all groups leaves a group at {share_text(float(worst['worst_group_coverage']))} where sizes differ by "
-        f"{worst['block_size_ratio']:.3g}x."
-    )
-
-
-def grouping_verdict(table, own: str = "hybrid") -> str:
-    """How far the best other grouping is from vLLM's own, by model."""
-    said = []
-    for model, rows in table[table["status"] == "ok"].groupby("model", sort=False):
-        fits = rows.set_index("grouping")["concurrency"].astype(float)
-        if own not in fits:
-            continue
-        best, worst = fits.idxmax(), fits.idxmin()
-        gain = fits[best] / fits[own] - 1
-        best_text = f"{best} fits {gain:.0%} more" if gain > 0.005 else "no other fits more"
-        worst_text = f", {worst} {1 - fits[worst] / fits[own]:.0%} fewer" if fits[worst] < 0.995 * fits[own] else ""
-        said.append(f"{model}: {best_text}{worst_text}")
-    return f"Against vLLM's {own} grouping, " + "; ".join(said) + "."
-
-
-def capacity_verdict(table) -> str:
-    """The dearest start and the dearest token among the models of a sweep."""
-    rows = table[table["status"] == "ok"].drop_duplicates("model", keep="last")
-    start = rows.loc[rows["intercept_bytes"].astype(float).idxmax()]
-    token = rows.loc[rows["slope_bytes"].astype(float).idxmax()]
-    return (
-        f"A request costs most to start on {start['model']} ({bytes_text(float(start['intercept_bytes']))} whatever its length) "
-        f"and most for each token on {token['model']} ({bytes_text(float(token['slope_bytes']))})."
-    )
-
-
-def model_verdict(layout, context: int, with_fault: float) -> str:
-    """A model's layout and what a group-0 fill would miss, in one line."""
-    length = min(context, layout.max_model_len)
-    fits = layout.capacity(length)
-    groups = len(layout.groups)
-    missed = (
-        "a fill by group 0's table misses nothing, there is one group" if groups == 1
-        else f"a fill by group 0's table covers {share_text(with_fault)} of what decode reads, one by each group's own table all of it"
-    )  # fmt: skip
-    return (
-        f"{layout.model.name}: {groups} group{'s' if groups > 1 else ''}, {fits.concurrency:,.1f} requests of {length:,} tokens in "
-        f"{bytes_text(layout.budget)}; {missed}."
-    )
-
-
 # -- fill and decode -------------------------------------------------------------------------------
 
 
 def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
-    """Speed of our fill and of the naive loop next to memset, by case (rows of ``bench.fill.measure_case``)."""
+    """Speed of our fill and of the naive loop next to memset, by case (rows of
+    ``bench.fill.measure_case``).
+    """
     frame = costs.assign(
         label=costs["case"] + ", " + costs["values"], ours=costs["memset_s"] / costs["ours_s"],
         naive=costs["memset_s"] / costs["naive_s"].astype(float),
@@ -532,27 +382,27 @@ def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
         frame["vllm"] = costs["memset_s"] / costs["vllm_s"].astype(float)
         shown["vllm"] = "vLLM's own worker"
     return bars(
-        frame, "label", shown, name="fill-costs", title=title, subtitle=subtitle, x_label="of memset's speed", percent=True
+        frame,
+        "label",
+        shown,
+        name="fill-costs",
+        title=title,
+        subtitle=subtitle,
+        x_label="of memset's speed",
+        percent=True,
     )
 
 
-def fill_verdict(costs) -> str:
-    """Ours next to memset and to the naive loop, from the slowest to the fastest case."""
-    said = []
-    for values, rows in costs.groupby("values", sort=False):
-        share, times = rows["of_memset"].astype(float), rows["vs_naive"].astype(float).dropna()
-        text = f"{values} values at {share_text(float(share.min()))} to {float(share.max()):.0%} of memset's speed"
-        said.append(text + (f", {times.min():.1f} to {times.max():.0f} times the naive loop" if len(times) else ""))
-    return f"Filling {'; '.join(said)}."
-
-
-def by_fault(table, column: str, *, name: str, title: str, subtitle: str = "", x_label: str = "", percent: bool = False) -> Chart:
+def by_fault(
+    table, column: str, *, name: str, title: str, subtitle: str = "", x_label: str = "", percent: bool = False
+) -> Chart:
     """A bar a fault (a sweep's table), the connector as it should be first."""
     from decodebench.faults import FAULTS
 
     label = [f"{f} {FAULTS[f].name}" if isinstance(f, str) else "no fault" for f in table["fault"]]
     return bars(
-        table.assign(label=label), "label", {column: column}, name=name, title=title, subtitle=subtitle, x_label=x_label,
+        table.assign(label=label), "label", {column: column}, name=name, title=title, subtitle=subtitle,
+        x_label=x_label,
         percent=percent, as_text=bytes_text if column.endswith("bytes") else None,
     )  # fmt: skip
 
@@ -569,30 +419,25 @@ def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
         }
     )  # fmt: skip
     return bars(
-        frame, "what", {"step": "decode step", "fill": "fill"}, name="fill-and-step", title=title, subtitle=subtitle,
+        frame, "what", {"step": "decode step", "fill": "fill"}, name="fill-and-step", title=title,
+        subtitle=subtitle,
         x_label="milliseconds", stacked=True, as_text=lambda v: f"{v:.3g} ms",
     )  # fmt: skip
 
 
 def by_kind(table, title: str, subtitle: str = "") -> Chart:
-    """Cost of one layer of each kind (rows of ``decode.latency_table``), next to what the memory needs for it."""
+    """Cost of one layer of each kind (rows of ``decode.latency_table``), next to what the memory needs for
+    it.
+    """
     frame = table[(table["kind"] != "step") & table["median_s"].notna()].copy()
     frame["label"] = frame["model"] + " · " + frame["kind"].str.replace("_", " ")
     frame["measured"] = 1e3 * frame["median_s"] / frame["layers"]
     frame["needed"] = 1e3 * frame["limit_s"] / frame["layers"]
     return bars(
-        frame, "label", {"measured": "measured", "needed": "what the memory needs"}, name="by-kind", title=title,
+        frame, "label", {"measured": "measured", "needed": "what the memory needs"}, name="by-kind",
+        title=title,
         subtitle=subtitle, x_label="one layer of one decode step (ms)", as_text=lambda v: f"{v:.3g} ms",
     )  # fmt: skip
-
-
-def latency_verdict(table, device: str) -> str:
-    """How much the block size matters, and how near the limit a step comes, by model."""
-    said = []
-    for model, rows in table[table["status"] == "ok"].groupby("model", sort=False):
-        times, share = rows["median_s"].astype(float), rows["limit_share"].astype(float)
-        said.append(f"{model} {times.max() / times.min():.1f}x from best to worst block size, at most {share.max():.0%} of the limit")
-    return f"On this {device}: {'; '.join(said)}."
 
 
 # -- the real engine -------------------------------------------------------------------------------
@@ -601,7 +446,11 @@ def latency_verdict(table, device: str) -> str:
 def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
     """Coverage by model and kind of group for each connector (a stored ``vllm.study``), first setting."""
     frame = table[table["setting"] == table["setting"].iloc[0]]
-    frame = frame.groupby(["model", "kind", "connector"], sort=False)[["required", "filled", "zeroed"]].sum().reset_index()
+    frame = (
+        frame.groupby(["model", "kind", "connector"], sort=False)[["required", "filled", "zeroed"]]
+        .sum()
+        .reset_index()
+    )
     frame["coverage"] = (frame["filled"] + frame["zeroed"]) / frame["required"]
     wide = frame.pivot(index=["model", "kind"], columns="connector", values="coverage").reset_index()
     wide["label"] = wide["model"] + " · " + wide["kind"].str.replace("_", " ")
@@ -610,15 +459,6 @@ def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
         wide, "label", shown, name="engine-coverage", title=title, subtitle=subtitle, percent=True,
         x_label="of the pages that the first decode step reads",
     )  # fmt: skip
-
-
-def engine_verdict(table) -> str:
-    """Coverage of each connector over all stored engines."""
-    said = []
-    for connector, rows in table.groupby("connector", sort=False):
-        share = (rows["filled"].sum() + rows["zeroed"].sum()) / rows["required"].sum()
-        said.append(f"{connector} {share_text(float(share))}")
-    return f"Pages of the first decode step filled as asked, over {table['model'].nunique()} models in a running vLLM: {', '.join(said)}."
 
 
 def engine_steps(latency):

@@ -104,7 +104,12 @@ def build(
 
 
 def execute(
-    path: Path, parameters: Mapping[str, object] | None = None, *, notebook=None, folder: Path | None = None, on_cell=None
+    path: Path,
+    parameters: Mapping[str, object] | None = None,
+    *,
+    notebook=None,
+    folder: Path | None = None,
+    on_cell=None,
 ) -> Page:
     """Run one notebook in a kernel of this very Python, with ``parameters`` in place of its own.
 
@@ -138,7 +143,9 @@ def execute(
     for fact in _facts(notebook, "verdict"):
         page.verdicts.append({"text": fact["text"], "ok": fact["ok"]})
     if page.error:
-        page.verdicts.append({"text": f"This notebook stopped at an error: {_anonymous(page.error)}", "ok": False})
+        page.verdicts.append(
+            {"text": f"This notebook stopped at an error: {_anonymous(page.error)}", "ok": False}
+        )
     return page
 
 
@@ -148,12 +155,16 @@ def execute(
 def _chosen(only: Sequence[str], profile: str) -> list[Path]:
     paths = sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))
     if not paths:
-        raise ReportError(f"no notebooks in {NOTEBOOKS.name}/: reports are made in a checkout of the repository")
+        raise ReportError(
+            f"no notebooks in {NOTEBOOKS.name}/: reports are made in a checkout of the repository"
+        )
     if profile != "quick" and profile not in _profiles():
         raise ReportError(f"profile {profile!r}: choose quick, {', '.join(sorted(_profiles()))}")
     for start in only:
         if not any(path.stem.startswith(start) for path in paths):
-            raise ReportError(f"no notebook begins with {start!r}; there are {', '.join(p.stem for p in paths)}")
+            raise ReportError(
+                f"no notebook begins with {start!r}; there are {', '.join(p.stem for p in paths)}"
+            )
     return [path for path in paths if not only or path.stem.startswith(tuple(only))]
 
 
@@ -192,7 +203,9 @@ def _parameters(path: Path, notebook, profile: str, model) -> dict:
 
 
 def _with_parameters(notebook, parameters: Mapping[str, object], path: Path):
-    """A copy without old outputs; the given parameters in a cell after the notebook's own, as papermill does."""
+    """A copy without old outputs; the given parameters in a cell after the notebook's own, as papermill
+    does.
+    """
     import nbformat
 
     notebook = copy.deepcopy(notebook)
@@ -244,12 +257,16 @@ def _write_page(page: Page, out: Path, previous: str | None, following: str | No
         _anonymous_write(out / "tables" / f"{page.stem}--{fact['name']}.csv", fact["data"]["text/csv"])
     loader = jinja2.FileSystemLoader(TEMPLATES)
     exporter = HTMLExporter(
-        template_name="base", template_file="notebook.html.j2", extra_loaders=[loader], exclude_anchor_links=True
+        template_name="base",
+        template_file="notebook.html.j2",
+        extra_loaders=[loader],
+        exclude_anchor_links=True,
     )
     exporter.environment.globals |= {"render": lambda output: _render(output), "label": _label}
     resources = {
         "page": {
-            "title": html.escape(page.title), "verdicts": page.verdicts, "previous": previous, "next": following,
+            "title": html.escape(page.title), "verdicts": page.verdicts, "previous": previous,
+            "next": following,
             "css": _css(), "footer": f"{page.stem} · {profile} profile · executed in {page.seconds:.0f} s",
         }
     }  # fmt: skip
@@ -263,7 +280,9 @@ def _write_index(pages: Sequence[Page], out: Path, profile: str, model) -> None:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
     facts = next((f["facts"] for page in pages for f in _facts(page.notebook, "provenance")), {})
     shown = [f"{key} {facts[key]}" for key in ("decodebench", "commit", "torch", "python") if key in facts]
-    where = f"Made {facts.get('date', '')} on {facts.get('device', 'a CPU')}, {facts.get('cores', '?')} cores; "
+    where = (
+        f"Made {facts.get('date', '')} on {facts.get('device', 'a CPU')}, {facts.get('cores', '?')} cores; "
+    )
     text = environment.get_template("index.html.j2").render(
         heading="decodebench report" + (f": {Path(model).stem}" if model is not None else ""),
         pages=pages, css=_css(), footer=f"{where}{', '.join(shown)}; {profile} profile.",
@@ -280,7 +299,11 @@ def _render(output) -> str:
         return f'<div class="text error"><pre>{html.escape(lines)}</pre></div>'
     if output.output_type == "stream":
         # progress bars and warnings are for whoever runs the notebook
-        return "" if output.name == "stderr" else f'<div class="text"><pre>{html.escape(output.text)}</pre></div>'
+        return (
+            ""
+            if output.name == "stderr"
+            else f'<div class="text"><pre>{html.escape(output.text)}</pre></div>'
+        )
     if fact.get("role") == "verdict":
         return ""
     if "image/svg+xml" in data:
@@ -296,7 +319,11 @@ def _render(output) -> str:
         return f'<div class="table">{data["text/html"]}{link}</div>'
     if "image/png" in data:
         return f'<figure><img alt="" src="data:image/png;base64,{data["image/png"].strip()}"></figure>'
-    return f'<div class="text"><pre>{html.escape(data["text/plain"])}</pre></div>' if "text/plain" in data else ""
+    return (
+        f'<div class="text"><pre>{html.escape(data["text/plain"])}</pre></div>'
+        if "text/plain" in data
+        else ""
+    )
 
 
 def _picture(svg: str, alt: str) -> str:
@@ -305,7 +332,9 @@ def _picture(svg: str, alt: str) -> str:
     dark = svg
     for light, ink in DARK_INKS.items():
         dark = dark.replace(light, ink)
-    light_uri, dark_uri = (f"data:image/svg+xml;base64,{base64.b64encode(s.encode()).decode()}" for s in (svg, dark))
+    light_uri, dark_uri = (
+        f"data:image/svg+xml;base64,{base64.b64encode(s.encode()).decode()}" for s in (svg, dark)
+    )
     return (
         f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{dark_uri}">'
         f'<img alt="{html.escape(alt)}" src="{light_uri}"></picture>'
@@ -350,9 +379,15 @@ def _anonymous(text: str) -> str:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="quick", help="quick (minutes) or full")
-    parser.add_argument("--model", help="one model for all notebooks that take one: a name, or the path of a config.json")
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder for the pages (default: reports)")
-    parser.add_argument("--only", action="append", default=[], metavar="NN", help="notebooks whose names begin so")
+    parser.add_argument(
+        "--model", help="one model for all notebooks that take one: a name, or the path of a config.json"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("reports"), help="folder for the pages (default: reports)"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NN", help="notebooks whose names begin so"
+    )
 
 
 def report_command(arguments: argparse.Namespace) -> int:
@@ -363,5 +398,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out / 'index.html'} ({time.perf_counter() - start:.0f} s)")
     failed = [page for page in pages if page.error]
     if failed:
-        raise ReportError(f"{failed[0].stem} stopped at an error ({_anonymous(failed[0].error)}); its page shows where")
+        raise ReportError(
+            f"{failed[0].stem} stopped at an error ({_anonymous(failed[0].error)}); its page shows where"
+        )
     return 0

@@ -25,7 +25,9 @@ from decodebench.specs import DecodebenchError
 
 @dataclass(frozen=True)
 class Column:
-    """What a column of the result means. ``dtype`` is pandas' name; ``since``: first measure that fills it."""
+    """What a column of the result means. ``dtype`` is pandas' name; ``since``: first measure that fills
+    it.
+    """
 
     dtype: str
     unit: str
@@ -34,11 +36,14 @@ class Column:
 
 
 _AXIS_MEANINGS = {
-    "model": "model name or config path", "hf_overrides": "fields of the config changed", "measure": "how far the case goes", "memory": "budget planned for",
+    "model": "model name or config path", "hf_overrides": "fields of the config changed",
+    "measure": "how far the case goes", "memory": "budget planned for",
     "block_size": "block size asked for; empty: vLLM's choice", "grouping": "strategy that made the groups",
     "memory_order": "order asked for; empty: vLLM's choice", "context": "tokens a request, or a mix",
     "batch": "requests", "shared_prefix": "tokens hit in the prefix cache",
-    "kv_cache_dtype": "KV cache type asked for", "mamba_ssm_cache_dtype": "type of recurrent states asked for", "tensor_parallel_size": "TP", "decode_context_parallel_size": "DCP",
+    "kv_cache_dtype": "KV cache type asked for",
+    "mamba_ssm_cache_dtype": "type of recurrent states asked for", "tensor_parallel_size": "TP",
+    "decode_context_parallel_size": "DCP",
     "enable_prefix_caching": "states kept at block boundaries", "max_model_len": "length asked for",
     "fault": "historic defect switched on; empty: none", "values": "what was written",
     "layers_per_group": "layers of a group that were allocated; empty: all",
@@ -47,10 +52,17 @@ _AXIS_MEANINGS = {
 }  # fmt: skip
 _AXIS_DTYPES = {
     "block_size": "Int64", "batch": "Int64", "shared_prefix": "Int64", "tensor_parallel_size": "Int64",
-    "decode_context_parallel_size": "Int64", "enable_prefix_caching": "boolean", "cold": "boolean", "seed": "Int64",
+    "decode_context_parallel_size": "Int64", "enable_prefix_caching": "boolean", "cold": "boolean",
+    "seed": "Int64",
     "min_seconds": "Float64", "layers_per_group": "Int64",
 }  # fmt: skip
-_AXIS_UNITS = {"block_size": "tokens", "batch": "requests", "shared_prefix": "tokens", "context": "tokens", "min_seconds": "s"}
+_AXIS_UNITS = {
+    "block_size": "tokens",
+    "batch": "requests",
+    "shared_prefix": "tokens",
+    "context": "tokens",
+    "min_seconds": "s",
+}
 
 #: the documented schema of a result table: its columns, in order
 COLUMNS: dict[str, Column] = {
@@ -85,7 +97,9 @@ COLUMNS: dict[str, Column] = {
     "waste_tail": Column("Float64", "share", "memory left over after the last whole block"),
     # coverage: from block ids, and for "audit" from bytes as well
     "required_pages": Column("Int64", "pages", "(layer, block) pages that the next step reads", "coverage"),
-    "coverage": Column("Float64", "share", "required pages that were filled or zeroed on purpose", "coverage"),
+    "coverage": Column(
+        "Float64", "share", "required pages that were filled or zeroed on purpose", "coverage"
+    ),
     "worst_group_coverage": Column("Float64", "share", "the same for the group that got least", "coverage"),
     "stray_pages": Column("Int64", "pages", "pages written that no request owned", "coverage"),
     "clobbered_pages": Column("Int64", "pages", "pages written that belonged to somebody else", "coverage"),
@@ -103,7 +117,9 @@ COLUMNS: dict[str, Column] = {
     "steps": Column("Int64", "", "steps measured", "decode"),
     "bytes_moved": Column("Int64", "bytes", "bytes a step must read and write", "decode"),
     "gb_per_s": Column("Float64", "GB/s", "bytes moved over the median", "decode"),
-    "limit_s": Column("Float64", "s", "what the memory needs for these bytes, measured in this process", "decode"),
+    "limit_s": Column(
+        "Float64", "s", "what the memory needs for these bytes, measured in this process", "decode"
+    ),
     "limit_share": Column("Float64", "share", "of the bandwidth measured in the same process", "decode"),
     "backend_used": Column("string", "", "implementation that ran", "decode"),
     "clock": Column("string", "", "how time was taken", "decode"),
@@ -114,7 +130,9 @@ DTYPES = {name: column.dtype for name, column in COLUMNS.items()}
 
 
 def schema():
-    """The columns of a result table as a DataFrame: name, dtype, unit, meaning, first measure that fills it."""
+    """The columns of a result table as a DataFrame: name, dtype, unit, meaning, first measure that fills
+    it.
+    """
     import pandas as pd
 
     return pd.DataFrame([{"column": name} | asdict(column) for name, column in COLUMNS.items()])
@@ -134,7 +152,8 @@ def run(
 
     ``grid``: axes (see ``Case``), several such grids, or the path of a TOML file. ``out``: a folder
     for the rows and their provenance; cases that it already holds are not computed again, except
-    those that failed or were refused where ``retry_failed``. Without it nothing is stored. ``progress``: a bar with
+    those that failed or were refused where ``retry_failed``. Without it nothing is stored. ``progress``: a
+    bar with
     the time left; by default where stderr is a terminal. ``.attrs["provenance"]`` of the result
     lists the runs that its ``run`` column names.
     """
@@ -224,7 +243,9 @@ def _model(name: str, overrides: str | None):
         changes = json.loads(overrides)
         fields = models.read_config(name, models.DATA)[0] | changes
     except (ValueError, TypeError) as error:
-        raise SweepError(f"hf_overrides {overrides!r}: a JSON object of config.json fields is expected") from error
+        raise SweepError(
+            f"hf_overrides {overrides!r}: a JSON object of config.json fields is expected"
+        ) from error
     return models.read_model(fields, name)
 
 
@@ -265,7 +286,9 @@ def _layout(case: Case, made: dict) -> dict:
     layout = made["layout"] = _plan(_shape(case))
     contexts = case.contexts
     if max(contexts) > layout.max_model_len:
-        raise SweepError(f"context {max(contexts)}: this layout holds requests of at most {layout.max_model_len} tokens")
+        raise SweepError(
+            f"context {max(contexts)}: this layout holds requests of at most {layout.max_model_len} tokens"
+        )
     sizes = [layout.tokens_per_block(g) for g in range(len(layout.groups))]
     held = [layout.capacity(length) for length in set(contexts)]
     mean = sum(contexts.count(c.length) * sum(c.blocks_per_request) for c in held) / len(contexts)
@@ -273,7 +296,8 @@ def _layout(case: Case, made: dict) -> dict:
     waste = layout.waste(max(contexts)).shares()
     return {
         "groups": len(layout.groups), "layers": len(layout.layer_names),
-        "group_block_sizes": ",".join(map(str, sizes)), "block_in_use": max(sizes), "block_size_ratio": max(sizes) / min(sizes),
+        "group_block_sizes": ",".join(map(str, sizes)), "block_in_use": max(sizes),
+        "block_size_ratio": max(sizes) / min(sizes),
         "group_kinds": ",".join(group.kind for group in layout.groups),
         "bytes_per_block": layout.bytes_per_block(), "num_blocks": sum(layout.pool_num_blocks),
         "blocks_per_request": mean, "concurrency": longest.concurrency, "tokens": longest.tokens,
@@ -294,7 +318,9 @@ def _coverage(case: Case, made: dict) -> dict:
 
 
 def _planned_rows(layout, batch, fault: str | None):
-    """What the connector would write: the scheduler half's plan, or rows per group where the worker half changes it."""
+    """What the connector would write: the scheduler half's plan, or rows per group where the worker half
+    changes it.
+    """
     from decodebench import connector, faults
 
     scheduler, worker = (
@@ -353,10 +379,16 @@ def _decode(case: Case, made: dict) -> dict:
     from decodebench import decode
 
     measured = decode.measure_decode(
-        made["cache"], made["batch"], case.backend, cold=case.cold, seed=case.seed, min_seconds=case.min_seconds
+        made["cache"],
+        made["batch"],
+        case.backend,
+        cold=case.cold,
+        seed=case.seed,
+        min_seconds=case.min_seconds,
     )
     timing = measured.timing.to_dict()
-    return {name: timing[name] for name in ("median_s", "q1_s", "q3_s", "p10_s", "p90_s", "steps", "clock")} | {
+    kept = ("median_s", "q1_s", "q3_s", "p10_s", "p90_s", "steps", "clock")
+    return {name: timing[name] for name in kept} | {
         "bytes_moved": measured.bytes_read + measured.bytes_written, "gb_per_s": measured.gbps,
         "limit_s": measured.limit, "limit_share": measured.share, "backend_used": measured.backend,
         "notes": "; ".join((*measured.fallbacks, *measured.notes)) or None,
@@ -390,7 +422,9 @@ def compare(a, b, *, across: Sequence[str] = (), partial: bool = False, metrics:
     a, b = (read(side) if isinstance(side, str | Path) else side for side in (a, b))
     unknown = set(across) - set(AXES) - {"machine"}
     if unknown:
-        raise SweepError(f"across: unknown setting {sorted(unknown)[0]!r}; known are machine, {', '.join(AXES)}")
+        raise SweepError(
+            f"across: unknown setting {sorted(unknown)[0]!r}; known are machine, {', '.join(AXES)}"
+        )
     keys = [axis for axis in AXES if axis not in across]
     sides = [_by_key(side, keys, name) for side, name in ((a, "first"), (b, "second"))]
     common = [key for key in sides[0] if key in sides[1]]
@@ -398,9 +432,7 @@ def compare(a, b, *, across: Sequence[str] = (), partial: bool = False, metrics:
         _refuse_different(sides, keys)
     if "machine" not in across:
         _refuse_different_machines(a, b)
-    varying = [
-        i for i, axis in enumerate(keys) if axis == "model" or len({key[i] for key in common}) > 1
-    ]
+    varying = [i for i, axis in enumerate(keys) if axis == "model" or len({key[i] for key in common}) > 1]
     rows = []
     for key in common:
         before, after = sides[0][key], sides[1][key]
@@ -426,7 +458,8 @@ def _by_key(frame, keys: Sequence[str], name: str) -> dict[tuple, dict]:
         key = tuple(row[axis] for axis in keys)
         if key in found:
             raise SweepError(
-                f"the {name} sweep has several rows that differ only in what is compared across: keep one value "
+                f"the {name} sweep has several rows that differ only in what is compared across: keep one "
+                f"value "
                 f"of it in each sweep (two of them: {found[key]['case_id']} and {row['case_id']})"
             )
         found[key] = row
@@ -440,11 +473,14 @@ def _refuse_different(sides: Sequence[dict[tuple, dict]], keys: Sequence[str]) -
         first, second = ({key[i] for key in side} for side in sides)
         if first != second:
             raise SweepError(
-                f"the sweeps differ in {axis}: {_few(first - second)} only in the first, {_few(second - first)} only "
-                f"in the second. compare(…, across=({axis!r},)) compares them across it, partial=True only what both have"
+                f"the sweeps differ in {axis}: {_few(first - second)} only in the first, "
+                f"{_few(second - first)} only "
+                f"in the second. compare(…, across=({axis!r},)) compares them across it, partial=True only "
+                f"what both have"
             )
     raise SweepError(
-        f"{len(set(sides[0]) ^ set(sides[1]))} cases are in one sweep only; partial=True compares what both have"
+        f"{len(set(sides[0]) ^ set(sides[1]))} cases are in one sweep only; partial=True compares what both "
+        f"have"
     )
 
 
@@ -453,7 +489,11 @@ def _refuse_different_machines(a, b) -> None:
     for frame in (a, b):
         used = set(frame.loc[frame["median_s"].notna(), "run"])
         machines.append(
-            {(r.get("device"), r.get("cores")) for r in frame.attrs.get("provenance", []) if r.get("run") in used}
+            {
+                (r.get("device"), r.get("cores"))
+                for r in frame.attrs.get("provenance", [])
+                if r.get("run") in used
+            }
         )
     if all(machines) and machines[0] != machines[1]:
         raise SweepError(
@@ -483,8 +523,12 @@ def _ratio_spread(before: dict, after: dict, metric: str) -> tuple[float, float]
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("grid", type=Path, help="TOML file: axes, each a value or a list; decodebench.sweep.Case lists them")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the rows; an unfinished sweep goes on there")
+    parser.add_argument(
+        "grid", type=Path, help="TOML file: axes, each a value or a list; decodebench.sweep.Case lists them"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the rows; an unfinished sweep goes on there"
+    )
     parser.add_argument("--retry-failed", action="store_true", help="compute failed and refused cases again")
     parser.add_argument("--against", type=Path, help="a stored sweep to compare with afterwards")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -492,7 +536,10 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sweep_command(arguments: argparse.Namespace) -> int:
     table = run(
-        arguments.grid, arguments.out, retry_failed=arguments.retry_failed, progress=False if arguments.quiet else None
+        arguments.grid,
+        arguments.out,
+        retry_failed=arguments.retry_failed,
+        progress=False if arguments.quiet else None,
     )
     counts = ", ".join(f"{n} {status}" for status, n in table["status"].value_counts().items())
     print(f"{len(table)} cases ({counts}) in {arguments.out}")

@@ -71,7 +71,9 @@ class Browser:
         if kind == "Network.requestWillBeSent":
             self.requests.append(facts["request"]["url"])
         elif kind == "Runtime.exceptionThrown":
-            self.problems.append(str(facts["exceptionDetails"].get("exception", {}).get("description", facts)))
+            self.problems.append(
+                str(facts["exceptionDetails"].get("exception", {}).get("description", facts))
+            )
         elif kind == "Runtime.consoleAPICalled" and facts["type"] == "error":
             self.problems.append(" ".join(str(a.get("value", a.get("description"))) for a in facts["args"]))
         elif kind == "Log.entryAdded" and facts["entry"]["level"] == "error":
@@ -97,13 +99,22 @@ class Browser:
 
     def size(self, width, height):
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
 
     def key(self, key, modifiers=0, code=0):
         for kind in ("keyDown", "keyUp"):
             self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=modifiers, windowsVirtualKeyCode=code
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                modifiers=modifiers,
+                windowsVirtualKeyCode=code,
             )
 
     def screenshot(self, path=None, whole=False):

@@ -1,4 +1,6 @@
-"""The two ways people meet the toolkit, in a real browser: an exported report, and JupyterLab with the explorer."""
+"""The two ways people meet the toolkit, in a real browser: an exported report, and JupyterLab with the
+explorer.
+"""
 
 import shutil
 import signal
@@ -47,7 +49,9 @@ def test_a_page_opens_without_errors_and_without_the_network(browser, exported, 
     browser.open((exported / name).as_uri())
     assert browser.problems == []
     assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width, "the page itself never scrolls sideways"
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width, (
+        "the page itself never scrolls sideways"
+    )
     assert browser.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
     assert browser.evaluate("[...document.querySelectorAll('main figure img')].every(i => i.alt.length > 30)")
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -149,7 +153,7 @@ def test_a_notebook_runs_in_jupyterlab_and_the_explorer_answers(browser, lab, tm
     browser.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
     browser.until("!!document.querySelector('.db-explorer svg')", 120)
     errors = (
-        "[...document.querySelectorAll('[data-mime-type=\"application/vnd.jupyter.stderr\"], "
+        '[...document.querySelectorAll(\'[data-mime-type="application/vnd.jupyter.stderr"], '
         ".jp-RenderedText[data-mime-type*=error]')].map(e => e.textContent)"
     )
     assert [text for text in browser.evaluate(errors) if "Error" in text or "Traceback" in text] == []

@@ -1,4 +1,6 @@
-"""Notebooks: each runs from top to bottom, states a question, gives a verdict, ends with its settings, holds no logic."""
+"""Notebooks: each runs from top to bottom, states a question, gives a verdict, ends with its settings, holds
+no logic.
+"""
 
 import ast
 import json
@@ -8,8 +10,8 @@ import tomllib
 import pytest
 
 from decodebench import report
-from decodebench.gallery import CASES, gallery
 from decodebench.faults import FAULTS
+from decodebench.gallery import CASES, gallery
 
 PATHS = sorted(report.NOTEBOOKS.glob("*.ipynb"))
 
@@ -50,7 +52,9 @@ def test_a_notebook_runs_and_says_what_it_found(executed, path):
 def test_a_notebook_is_text_calls_and_figures(path):
     notebook = report._read(path)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(not cell.outputs and cell.execution_count is None for cell in code), "committed without outputs"
+    assert all(not cell.outputs and cell.execution_count is None for cell in code), (
+        "committed without outputs"
+    )
     assert report._tagged(code[0], "parameters")
     assert sum(report._tagged(cell, "parameters") for cell in code) == 1
     for cell in code:
@@ -62,7 +66,9 @@ def test_a_notebook_is_text_calls_and_figures(path):
     assert words < 750, "five minutes"
     raw = json.loads(path.read_text())
     assert set(raw["metadata"]) == {"kernelspec", "language_info"}
-    assert not re.search(r"!\[|https?://", " ".join(cell.source for cell in notebook.cells)), "pages load nothing"
+    assert not re.search(r"!\[|https?://", " ".join(cell.source for cell in notebook.cells)), (
+        "pages load nothing"
+    )
 
 
 def test_notebooks_are_numbered_without_gaps():

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 #: DESIGN: a module imports only from those before it
 ROOMS = (
     "specs", "models", "grouping", "placement", "capacity", "listing", "layout", "cache", "blocks", "kernels",
-    "fill", "connector", "faults", "coverage", "gallery", "timing", "decode", "journal", "grid", "sweep", "display", "plots", "explorer", "report",
-    "bench", "vllm", "__main__",
+    "fill", "connector", "faults", "coverage", "gallery", "timing", "decode", "journal", "grid", "sweep",
+    "display", "charts", "plots", "verdicts", "explorer", "report", "bench", "vllm", "__main__",
 )  # fmt: skip
 
 

@@ -12,22 +12,42 @@ from decodebench import display, plots
 @pytest.fixture
 def frame():
     return pd.DataFrame(
-        {"size": [16, 64, 16, 64], "ms": [1.0, 2.0, 3.0, None], "model": ["a", "a", "b", "b"], "q1": 0.5, "q3": 3.5}
+        {
+            "size": [16, 64, 16, 64],
+            "ms": [1.0, 2.0, 3.0, None],
+            "model": ["a", "a", "b", "b"],
+            "q1": 0.5,
+            "q3": 3.5,
+        }
     )
 
 
 def test_a_line_chart_has_title_units_alt_and_leaves_out_what_is_missing(frame):
-    chart = plots.lines(frame, "size", "ms", "model", name="n", title="T", x_label="block size (tokens)", y_label="ms")
+    chart = plots.lines(
+        frame, "size", "ms", "model", name="n", title="T", x_label="block size (tokens)", y_label="ms"
+    )
     (axes,) = chart.axes
     assert axes.get_xlabel() == "block size (tokens)" and axes.get_ylabel() == "ms"
     assert [list(line.get_xdata()) for line in axes.lines] == [[16, 64], [16]]
-    assert chart.alt == "T. Line chart of ms against block size (tokens). a: 1 at 16 to 2 at 64; b: 3 at 16 to 3 at 16."
+    assert (
+        chart.alt
+        == "T. Line chart of ms against block size (tokens). a: 1 at 16 to 2 at 64; b: 3 at 16 to 3 at 16."
+    )
     assert len({line.get_marker() for line in axes.lines}) == 2, "a second channel beside the colour"
 
 
 def test_bars_stack_and_label_their_totals():
     frame = pd.DataFrame({"g": ["x", "y"], "a": [0.1, 0.0], "b": [0.2, 0.05]})
-    chart = plots.bars(frame, "g", {"a": "first", "b": "second"}, name="n", title="T", x_label="share", stacked=True, percent=True)
+    chart = plots.bars(
+        frame,
+        "g",
+        {"a": "first", "b": "second"},
+        name="n",
+        title="T",
+        x_label="share",
+        stacked=True,
+        percent=True,
+    )
     (axes,) = chart.axes
     assert [t.get_text() for t in axes.texts] == ["30.0%", "5.0%"]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.1, 0.0, 0.2, 0.05])
@@ -39,7 +59,9 @@ def test_pages_are_drawn_one_shape_a_state():
     drawn = plots.draw_pages(axes, {"filled": [(0, 0), (1, 3)], "uncovered": [(2, 2)], "stray": []})
     assert drawn == ["filled", "uncovered"] and len(axes.patches) == 2
     outline = axes.patches[0].get_path()
-    assert len(outline.vertices) == 10 and outline.get_extents().bounds == pytest.approx((-0.46, -0.44, 3.92, 1.88))
+    assert len(outline.vertices) == 10 and outline.get_extents().bounds == pytest.approx(
+        (-0.46, -0.44, 3.92, 1.88)
+    )
 
 
 # Machado, Oliveira and Fernandes (2009): what a person without one kind of cone sees, on linear RGB
@@ -80,14 +102,18 @@ def test_the_dark_version_is_the_same_drawing_in_other_inks(frame):
 
 
 def test_a_chart_shows_itself_with_what_an_export_needs(frame):
-    chart = plots.lines(frame, "size", "ms", "model", name="n", title="T", spread=("q1", "q3"), limit=(2.0, "limit"))
+    chart = plots.lines(
+        frame, "size", "ms", "model", name="n", title="T", spread=("q1", "q3"), limit=(2.0, "limit")
+    )
     data, metadata = chart._repr_mimebundle_()
     assert set(data) == {"image/png", "image/svg+xml", "text/plain"}
     assert metadata["decodebench"] == {"role": "chart", "name": "n", "alt": chart.alt, "caption": ""}
 
 
 def test_tables_show_units_and_keep_raw_numbers():
-    frame = pd.DataFrame({"model": ["<a>"], "page_bytes": [327680], "waste_tail": [0.125], "median_s": [0.0012], "n": [None]})
+    frame = pd.DataFrame(
+        {"model": ["<a>"], "page_bytes": [327680], "waste_tail": [0.125], "median_s": [0.0012], "n": [None]}
+    )
     data, _ = display.table(frame, "t", caption="C & D")._repr_mimebundle_()
     assert "&lt;a&gt;" in data["text/html"] and "C &amp; D" in data["text/html"]
     for text in ("320 KiB", "12.5%", "1.2 ms", "–"):
@@ -98,8 +124,10 @@ def test_tables_show_units_and_keep_raw_numbers():
 @pytest.mark.parametrize(
     ("value", "column", "text"),
     [
-        (1234567, "blocks", "1,234,567"), (0.98765, "x", "0.988"), (1234.567, "x", "1,234.57"), (True, "x", "yes"),
-        (1.0, "coverage", "100%"), (0.5, "worst_group_coverage", "50.0%"), (2048, "bytes", "2 KiB"), ("s", "x", "s"),
+        (1234567, "blocks", "1,234,567"), (0.98765, "x", "0.988"), (1234.567, "x", "1,234.57"),
+        (True, "x", "yes"),
+        (1.0, "coverage", "100%"), (0.5, "worst_group_coverage", "50.0%"), (2048, "bytes", "2 KiB"),
+        ("s", "x", "s"),
         (0.9999, "coverage", "99.9%"),
     ],
 )  # fmt: skip

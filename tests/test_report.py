@@ -93,7 +93,11 @@ def test_pages_need_nothing_but_themselves(made, name):
 def test_the_verdict_stands_on_top_once_and_escaped(made):
     text = (made[0] / "01-good.html").read_text()
     assert text.count("it is &lt;fine&gt;.</div>") == 1
-    assert text.index("it is &lt;fine&gt;.</div>") < text.index("<picture>") < text.index("<details>", text.index("<picture>"))
+    assert (
+        text.index("it is &lt;fine&gt;.</div>")
+        < text.index("<picture>")
+        < text.index("<details>", text.index("<picture>"))
+    )
     assert "Size 5 for tiny-llama" in text, "the profile's parameters were given"
     assert "Size 5 for tiny-llama: it is &lt;fine&gt;." in (made[0] / "index.html").read_text()
 

@@ -69,7 +69,10 @@ def test_contexts_may_be_mixed():
 
 def test_a_case_is_known_by_its_content(tmp_path):
     assert Case("a", block_size=16).case_id() == Case("a", block_size=16).case_id()
-    ids = {Case("a", **{k: v}).case_id() for k, v in [("block_size", 16), ("seed", 1), ("fault", "A1"), ("batch", 9)]}
+    ids = {
+        Case("a", **{k: v}).case_id()
+        for k, v in [("block_size", 16), ("seed", 1), ("fault", "A1"), ("batch", 9)]
+    }
     assert len(ids) == 4
     config = tmp_path / "config.json"
     config.write_text("{}")
@@ -83,7 +86,9 @@ def test_a_case_is_known_by_its_content(tmp_path):
 
 def test_a_grid_file(tmp_path):
     path = tmp_path / "grid.toml"
-    path.write_text('model = "a"\nblock_size = [16, 32]\n[[grid]]\nfault = ["", "A1"]\n[[grid]]\ncontext = 10\n')
+    path.write_text(
+        'model = "a"\nblock_size = [16, 32]\n[[grid]]\nfault = ["", "A1"]\n[[grid]]\ncontext = 10\n'
+    )
     found = cases(load_grid(path))
     assert len(found) == 6 and found[0].fault is None and found[1].fault == "A1" and found[-1].context == "10"
     path.write_text("model = ")
@@ -120,7 +125,10 @@ def test_kill_9_loses_no_finished_row(tmp_path):
     folder = tmp_path / "out"
     while not (folder / PARQUET).exists():
         process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder), str(total)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-c", WRITER, str(folder), str(total)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         heard = process.stdout.readline()
         time.sleep(chance.uniform(0, 0.02) if kills < 40 else 3)
@@ -289,7 +297,9 @@ def test_a_table_has_the_documented_columns(tmp_path):
     same(sweep.read(tmp_path / "a"), table)
     assert dict(sweep.read(tmp_path / "a").dtypes) == dict(table.dtypes), "Parquet keeps the types"
     (run,) = sweep.read(tmp_path / "a").attrs["provenance"]
-    assert {"device", "cores", "torch", "commit", "uncommitted_changes", "date", "settings", "python"} <= set(run)
+    assert {"device", "cores", "torch", "commit", "uncommitted_changes", "date", "settings", "python"} <= set(
+        run
+    )
     assert run["settings"]["grid"]["block_size"] == [16, 32]
 
 
@@ -356,7 +366,9 @@ def test_the_command_survives_kill_9_and_equals_an_uninterrupted_run(tmp_path):
     finished = 0
     for _ in range(3):
         process = subprocess.Popen([*command, str(out)], cwd=ROOT, stdout=subprocess.DEVNULL)
-        while process.poll() is None and (not journal.exists() or journal.stat().st_size < (finished + 60) * 800):
+        while process.poll() is None and (
+            not journal.exists() or journal.stat().st_size < (finished + 60) * 800
+        ):
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -404,7 +416,13 @@ def test_an_edited_config_is_read_again(tmp_path):
 
 def test_coverage_of_faults_and_of_the_connector_as_it_should_be():
     table = sweep.run(
-        {"model": "tiny-nemotron-h", "fault": [None, "A1", "A3"], "context": 400, "batch": 2, "shared_prefix": 160}
+        {
+            "model": "tiny-nemotron-h",
+            "fault": [None, "A1", "A3"],
+            "context": 400,
+            "batch": 2,
+            "shared_prefix": 160,
+        }
     )
     sound, group_0, prefix = table.to_dict("records")
     assert sound["coverage"] == 1 and sound["clobbered_pages"] == 0 and sound["required_pages"] > 0
@@ -450,7 +468,9 @@ def test_a_comparison_gives_ratios_with_their_spread():
         b.loc[0, column] = a.loc[0, column] * 2
     result = sweep.compare(a, b, metrics=["median_s"])
     assert list(result["block_size"]) == [16, 32] and list(result["ratio"]) == pytest.approx([2.0, 1.0])
-    assert result["ratio_low"][0] == pytest.approx(2 * 0.9 / 1.1) and result["ratio_high"][0] == pytest.approx(2 * 1.1 / 0.9)
+    assert result["ratio_low"][0] == pytest.approx(2 * 0.9 / 1.1) and result["ratio_high"][
+        0
+    ] == pytest.approx(2 * 1.1 / 0.9)
     assert list(result["distinguishable"]) == [True, False]
 
 
@@ -458,7 +478,9 @@ def test_a_comparison_refuses_what_differs_unless_told():
     with pytest.raises(SweepError, match="differ in device: cpu only in the first, cuda only in the second"):
         sweep.compare(measured(), measured(device="cuda"))
     assert list(sweep.compare(measured(), measured(device="cuda"), across=["device"])["ratio"]) == [1.0, 1.0]
-    with pytest.raises(SweepError, match="differ in block_size: 32 only in the first, nothing only in the second"):
+    with pytest.raises(
+        SweepError, match="differ in block_size: 32 only in the first, nothing only in the second"
+    ):
         sweep.compare(measured(), _with(measured().iloc[:1], measured()))
     assert len(sweep.compare(measured(), _with(measured().iloc[:1], measured()), partial=True)) == 1
     other = measured()
