@@ -37,7 +37,7 @@ def resolve_backend(name: str | None, device: str | torch.device) -> tuple[Modul
         raise DecodeError(f"backend {name!r}: known are {', '.join(BACKENDS)}")
     if name == "triton":
         if find_spec("triton") is None:
-            raise DecodeError("backend 'triton': Triton is not installed; pip install 'decodebench[triton]'")
+            raise DecodeError("backend 'triton': Triton is not installed; pip install 'triton>=3.7'")
         from decodebench.kernels import gpu
 
         reason = gpu.why_not(device)
