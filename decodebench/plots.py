@@ -462,6 +462,16 @@ def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
 
 
 def engine_steps(latency):
-    """Median step times by model and way of admission, as a table."""
-    keys = [c for c in ("model", "admission", "context", "phase", "step_kind") if c in latency.columns]
-    return latency.groupby(keys, sort=False)["seconds"].agg(median_s="median", steps="size").reset_index()
+    """One row a model, context and way of admission: seconds of admitting, median of the resident steps."""
+    import pandas as pd
+
+    rows = []
+    for keys, part in latency.groupby(["model", "context", "admission"], sort=False):
+        decode = part.loc[part["phase"] == "decode", "seconds"]
+        rows.append(
+            dict(zip(("model", "context", "admission"), keys))
+            | {"admit_s": part.loc[part["phase"] == "admit", "seconds"].sum()}
+            | {"decode_s": decode.median(), "q1_s": decode.quantile(0.25), "q3_s": decode.quantile(0.75)}
+            | {"steps": len(decode)}
+        )
+    return pd.DataFrame(rows)
