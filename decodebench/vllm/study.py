@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ SETTINGS = {
     "fp8, no prefix caching": (None, {"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, TINY),
     "bf16, kernel blocks of 32": (32, {}, ("tiny-gemma3", "tiny-llama")),
 }
-LATENCY = {"contexts": (500, 2000), "batch": 4, "steps": 64}
+LATENCY = {"contexts": (500, 2000), "batch": 4, "steps": 24}
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m decodebench.vllm.study", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=STORED)
     out = parser.parse_args(arguments).out
+    # one thread: tiny models gain nothing from more, and step times suffer from whoever else has the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare_process()
     import vllm
 
