@@ -44,7 +44,7 @@ class BlockError(DecodebenchError):
 class PoolExhausted(DecodebenchError):
     """A request that the free blocks cannot hold.
 
-    ``wanted`` is the number of new blocks of each group that draws from ``pool``, ``free`` what is left there.
+    ``wanted``: new blocks of each group that draws from ``pool``; ``free``: what is left there.
     """
 
     def __init__(self, message: str, pool: int, wanted: dict[int, int], free: int) -> None:
@@ -70,9 +70,13 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("num_tokens", "prefix_tokens", "encoder_tokens"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _count(getattr(self, name), f"request {self.request_id!r}: {name}"))
+                object.__setattr__(
+                    self, name, _count(getattr(self, name), f"request {self.request_id!r}: {name}")
+                )
         if self.num_tokens < 1:
-            raise BlockError(f"request {self.request_id!r} has {self.num_tokens} tokens: at least 1 is needed")
+            raise BlockError(
+                f"request {self.request_id!r} has {self.num_tokens} tokens: at least 1 is needed"
+            )
         if not 0 <= self.prefix_tokens < self.num_tokens:
             raise BlockError(
                 f"request {self.request_id!r}: prefix of {self.prefix_tokens} tokens in {self.num_tokens}: "
@@ -80,11 +84,13 @@ class Request:
             )
         if self.prefix_tokens and self.prefix is None:
             raise BlockError(
-                f"request {self.request_id!r}: prefix of {self.prefix_tokens} tokens without a name: give prefix= a "
-                "name that the requests sharing it have in common"
+                f"request {self.request_id!r}: prefix of {self.prefix_tokens} tokens without a name: "
+                "give prefix= a name that the requests sharing it have in common"
             )
         if self.encoder_tokens is not None and self.encoder_tokens < 0:
-            raise BlockError(f"request {self.request_id!r} has {self.encoder_tokens} encoder tokens: 0 or more")
+            raise BlockError(
+                f"request {self.request_id!r} has {self.encoder_tokens} encoder tokens: 0 or more"
+            )
 
 
 def _count(number: object, what: str) -> int:
@@ -189,7 +195,9 @@ class KVCacheManager:
         Attention's only (circular buffers and states are not zeroed by the engine), and none where
         the layout does not ask for it.
         """
-        taken = tuple(tuple(ids) if zeroed_on_allocation(self.layout, g) else () for g, ids in enumerate(self._to_zero))
+        taken = tuple(
+            tuple(ids) if zeroed_on_allocation(self.layout, g) else () for g, ids in enumerate(self._to_zero)
+        )
         self._to_zero = [[] for _ in self.layout.groups]
         return taken
 
@@ -325,7 +333,9 @@ class KVCacheManager:
         for group, known in enumerate(prefix.blocks):
             per_block = self.layout.tokens_per_block(group)
             length, _ = self._positions(group, request)
-            read = self.layout.groups[group].kv_cache_spec.required_blocks(request.num_tokens, per_block, length)
+            read = self.layout.groups[group].kv_cache_spec.required_blocks(
+                request.num_tokens, per_block, length
+            )
             if any(p >= hit // per_block or p not in known for p in read):
                 return True
         return False
@@ -333,7 +343,9 @@ class KVCacheManager:
     def _remember_prefix(self, request: Request, blocks: RequestBlocks) -> None:
         """Whole blocks of the prefix, while somebody holds them."""
         groups = self.layout.groups
-        prefix = self._prefixes.setdefault(request.prefix, _Prefix([{} for _ in groups], [{} for _ in groups]))
+        prefix = self._prefixes.setdefault(
+            request.prefix, _Prefix([{} for _ in groups], [{} for _ in groups])
+        )
         prefix.tokens = max(prefix.tokens, request.prefix_tokens)
         for group, table in enumerate(blocks.block_ids):
             if isinstance(groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
@@ -367,8 +379,12 @@ class KVCacheManager:
             groups = [g for g, group in enumerate(self.layout.groups) if group.pool == pool]
             wanted = {g: len(plans[g][2]) for g in groups}
             if sum(wanted.values()) > len(free):
-                listing = ", ".join(f"group {g} ({self.layout.groups[g].kind}) {n}" for g, n in wanted.items() if n)
-                others = f"{len(self._tables)} requests admitted before hold the rest. " if self._tables else ""
+                listing = ", ".join(
+                    f"group {g} ({self.layout.groups[g].kind}) {n}" for g, n in wanted.items() if n
+                )
+                others = (
+                    f"{len(self._tables)} requests admitted before hold the rest. " if self._tables else ""
+                )
                 raise PoolExhausted(
                     f"request {request.request_id!r} of {request.num_tokens} tokens wants "
                     f"{sum(wanted.values())} blocks of pool {pool}, {len(free)} of "

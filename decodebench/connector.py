@@ -98,17 +98,22 @@ class ConnectorScheduler:
             raise ConnectorError(f"request {request.request_id!r}: {num_external_tokens} external tokens")
         if len(block_ids) != len(self.layout.groups):
             raise ConnectorError(
-                f"request {request.request_id!r}: {len(block_ids)} block tables for {len(self.layout.groups)} groups"
+                f"request {request.request_id!r}: {len(block_ids)} block tables "
+                f"for {len(self.layout.groups)} groups"
             )
         stop = request.num_tokens - 1
         start = stop - num_external_tokens
         if start < 0:
             raise ConnectorError(
-                f"request {request.request_id!r}: {num_external_tokens} external tokens of {request.num_tokens}: "
-                "the last token is computed, so at most all the others can be external"
+                f"request {request.request_id!r}: {num_external_tokens} external tokens of "
+                f"{request.num_tokens}: the last token is computed, so at most all the others can be external"
             )
         rows = tuple(
-            () if group in self.startup_filled else self.rows_of_group(request, group, block_ids[group], start, stop)
+            (
+                ()
+                if group in self.startup_filled
+                else self.rows_of_group(request, group, block_ids[group], start, stop)
+            )
             for group in range(len(self.layout.groups))
         )
         again = request.request_id in self._filled or request.request_id in self._preempted
@@ -176,11 +181,14 @@ class ConnectorScheduler:
 
     def check_table(self, request, group: int, table: Sequence[int], positions: range, stop: int) -> None:
         """The table reaches as far as the plan, and holds blocks wherever decode will read."""
-        where, per_block = f"request {request.request_id!r}, {describe(self.layout, group)}", self.tokens_per_block(group)
+        where, per_block = (
+            f"request {request.request_id!r}, {describe(self.layout, group)}",
+            self.tokens_per_block(group),
+        )
         if len(positions) and positions[-1] >= len(table):
             raise ConnectorError(
-                f"{where}: tokens up to {stop} reach block {positions[-1]} of its table (at {per_block} tokens a "
-                f"block), but the table has {len(table)} entries"
+                f"{where}: tokens up to {stop} reach block {positions[-1]} of its table (at {per_block} "
+                f"tokens a block), but the table has {len(table)} entries"
             )
         read = self.layout.groups[group].kv_cache_spec.required_blocks(stop + 1, per_block, len(table))
         for p in range(max(read.start, positions.start), min(read.stop, positions.stop)):
@@ -195,8 +203,8 @@ class ConnectorScheduler:
         for block_id in rows:
             if not 0 <= block_id < limit:
                 raise ConnectorError(
-                    f"request {request.request_id!r}, {describe(self.layout, group)}: block id {block_id} is out of "
-                    f"range, the pool's ids are 1 to {limit - 1}"
+                    f"request {request.request_id!r}, {describe(self.layout, group)}: block id {block_id} "
+                    f"is out of range, the pool's ids are 1 to {limit - 1}"
                 )
 
 
@@ -213,7 +221,9 @@ class ConnectorWorker:
     ) -> None:
         for group, spec in enumerate(layout.groups):
             if not spec.layer_names:
-                raise ConnectorError(f"group {group} ({spec.kind}) has no layer: its blocks could not be filled")
+                raise ConnectorError(
+                    f"group {group} ({spec.kind}) has no layer: its blocks could not be filled"
+                )
         self.layout = layout
         self.values = Constant() if values is None else values
         self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
@@ -229,8 +239,9 @@ class ConnectorWorker:
         ours = self.layout
         if cache.layout.groups != ours.groups or cache.layout.pool_num_blocks != ours.pool_num_blocks:
             raise ConnectorError(
-                f"this cache is one of {len(cache.layout.groups)} groups and {cache.layout.pool_num_blocks} blocks, the "
-                f"connector's layout has {len(ours.groups)} and {ours.pool_num_blocks}, or other layers: make both from one layout"
+                f"this cache has {len(cache.layout.groups)} groups and {cache.layout.pool_num_blocks} "
+                f"blocks, the connector's layout {len(ours.groups)} and {ours.pool_num_blocks}, or other "
+                "layers: make both from one layout"
             )
         self.cache = cache
         if self.startup_filled:
@@ -272,7 +283,9 @@ class ConnectorWorker:
                     f"request {fill.request_id!r}: rows for {len(fill.rows)} groups, the layout has "
                     f"{len(self.layout.groups)}: build both halves from one layout"
                 )
-        return [merge_rows(fill.rows[group] for fill in meta.requests) for group in range(len(self.layout.groups))]
+        return [
+            merge_rows(fill.rows[group] for fill in meta.requests) for group in range(len(self.layout.groups))
+        ]
 
     def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Each group's layers are filled at the group's own rows."""
@@ -317,23 +330,21 @@ def together(reports: Sequence[FillReport], groups: int) -> FillReport:
 def describe(layout: KVCacheConfig, group: int) -> str:
     """A group in words, for messages."""
     spec = layout.groups[group]
-    return f"group {group} ({spec.kind}, {f'first layer {spec.layer_names[0]!r}' if spec.layer_names else 'no layer'})"
+    first = f"first layer {spec.layer_names[0]!r}" if spec.layer_names else "no layer"
+    return f"group {group} ({spec.kind}, {first})"
 
 
 def zero_new_blocks(cache: Cache, batch: Batch) -> None:
-    """What the engine does before a step where its layout asks for it: zero the attention blocks it handed out.
+    """What the engine does before a step where its layout asks for it: zero the blocks it handed out.
 
-    Blocks of a prefix hit are not new. The same blocks as ``KVCacheManager.take_zeroed`` lists.
+    Attention's only (as ``KVCacheManager.take_zeroed`` lists); blocks of a prefix hit are not new.
     """
-    layout = cache.layout
-    new = [
-        merge_rows(
-            [block_id for block_id in blocks.block_ids[g][blocks.num_computed // layout.tokens_per_block(g):] if block_id]
-            for blocks in batch.requests
-        )
-        if zeroed_on_allocation(layout, g) else ()
-        for g in range(len(layout.groups))
-    ]  # fmt: skip
+    layout, new = cache.layout, [()] * len(cache.layout.groups)
+    for g in range(len(layout.groups)):
+        if zeroed_on_allocation(layout, g):
+            per_block = layout.tokens_per_block(g)
+            tables = [blocks.block_ids[g][blocks.num_computed // per_block :] for blocks in batch.requests]
+            new[g] = merge_rows(filter(None, table) for table in tables)
     if any(new):
         fill_rows(cache, new, Zeros())
 
@@ -347,7 +358,11 @@ def run_connector(scheduler: ConnectorScheduler, worker: ConnectorWorker, batch:
 
 
 def fill_cache(
-    cache: Cache, batch: Batch, values: Values | None = None, fault: str | None = None, startup_fill: bool = False
+    cache: Cache,
+    batch: Batch,
+    values: Values | None = None,
+    fault: str | None = None,
+    startup_fill: bool = False,
 ) -> FillReport:
     """Fill everything that the batch's next decode step reads, each group at its own blocks.
 

@@ -139,7 +139,9 @@ class _OtherValues(ConnectorWorker):
         number = torch.tensor([self.values.mean if isinstance(self.values, Constant) else 0.015])
         for layer in self.layout.groups[group].layer_names:
             content = self.cache.flat(layer, 0)
-            content[list(rows)] = number.view(torch.uint8).repeat(cdiv(content.shape[1], 4))[:content.shape[1]]
+            content[list(rows)] = number.view(torch.uint8).repeat(cdiv(content.shape[1], 4))[
+                : content.shape[1]
+            ]
 
 
 class StatesAsRawBytes(_OtherValues):
@@ -156,7 +158,9 @@ class RingsFilled(_OtherValues):
 
 class Fp8CastToInteger(_OtherValues):
     def concerns(self, group: int) -> bool:
-        return any(getattr(s, "dtype", "").startswith("float8") for s in self.layout.groups[group].layer_specs)
+        return any(
+            getattr(s, "dtype", "").startswith("float8") for s in self.layout.groups[group].layer_specs
+        )
 
 
 class PackedFilled(_OtherValues):
@@ -186,7 +190,7 @@ class KernelBlocksMistaken(ConnectorWorker):
                 small = flat.unflatten(1, (self.kernel_blocks, -1))
                 for row in group_rows:
                     content = self.values.expected(part, index, row, device=flat.device)
-                    small[row // self.kernel_blocks, row % self.kernel_blocks] = content[:small.shape[2]]
+                    small[row // self.kernel_blocks, row % self.kernel_blocks] = content[: small.shape[2]]
                     report.bytes_written += small.shape[2] * small.itemsize
         return report
 
@@ -247,25 +251,33 @@ FAULTS: dict[str, Fault] = {
     fault.id: fault
     for fault in (
         Fault("A1", "group-0 map", "every layer is filled at group 0's block ids", worker=Group0Map),
-        Fault("A2", "one global block size", "rows of every group counted with group 0's block size", OneBlockSize),
-        Fault("A3", "prefix ignored", "the fill starts at block 0 and overwrites shared blocks", PrefixIgnored),
-        Fault("A4", "unaligned prefix end", "the block that a prefix hit ends in is left out", PrefixEndRoundedUp),
-        Fault("A5", "null padding filled", "the null block is taken for data", NullBlocksFilled, NullBlockAllowed),
+        Fault("A2", "one global block size", "rows of every group counted with group 0's block size",
+              OneBlockSize),
+        Fault("A3", "prefix ignored", "the fill starts at block 0 and overwrites shared blocks",
+              PrefixIgnored),
+        Fault("A4", "unaligned prefix end", "the block that a prefix hit ends in is left out",
+              PrefixEndRoundedUp),
+        Fault("A5", "null padding filled", "the null block is taken for data",
+              NullBlocksFilled, NullBlockAllowed),
         Fault("A6", "context parallelism ignored", "a block is thought to cover one rank's tokens",
               ContextParallelIgnored),
         Fault("A7", "state filled whole", "every row of a state cache is written, other requests' too",
               worker=StatesFilledWhole),
-        Fault("A8", "state as raw bytes", "states arrive as bytes and are filled with zeros", worker=StatesAsRawBytes),
-        Fault("A9", "circular buffer filled", "packed integers are overwritten by floats", worker=RingsFilled),
+        Fault("A8", "state as raw bytes", "states arrive as bytes and are filled with zeros",
+              worker=StatesAsRawBytes),
+        Fault("A9", "circular buffer filled", "packed integers are overwritten by floats",
+              worker=RingsFilled),
         Fault("A10", "fp8 cast to uint8", "0.015 becomes the byte 0", worker=Fp8CastToInteger),
-        Fault("A11", "packed format filled", "scales and packed values get arbitrary bytes", worker=PackedFilled),
+        Fault("A11", "packed format filled", "scales and packed values get arbitrary bytes",
+              worker=PackedFilled),
         Fault("A12", "kernel blocks", "block ids are used as rows of a view with smaller blocks",
               worker=KernelBlocksMistaken),
         Fault("A13", "preemption forgotten", "a resumed request counts as filled and is prefilled for real",
               PreemptedCountsAsFilled, leaves=COST),
-        Fault("A14", "silent skips", "block ids out of range and layers without a cache are dropped", IdsUnchecked, SilentSkips),
-        Fault("A15", "repeated fills", "each request of a step fills what others filled", worker=FilledPerRequest,
-              leaves=COST),
+        Fault("A14", "silent skips", "block ids out of range and layers without a cache are dropped",
+              IdsUnchecked, SilentSkips),
+        Fault("A15", "repeated fills", "each request of a step fills what others filled",
+              worker=FilledPerRequest, leaves=COST),
         Fault("A16", "startup fill wiped", "the engine zeroes new blocks after a fill at startup",
               EverythingAtStartup, WorkerEverythingAtStartup, startup_fill=True),
         Fault("A17", "fill inside the measurement", "the fill runs within the first decode step",

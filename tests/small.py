@@ -1,4 +1,4 @@
-"""Small layouts made by hand, and batches on them, for the tests of blocks, connector, faults and coverage."""
+"""Small layouts made by hand, and batches on them: for the tests of blocks, connector, faults, coverage."""
 
 import torch
 from hypothesis import strategies as st

@@ -78,7 +78,13 @@ def test_encoder_tokens_decide_cross_attention():
 
 def test_pools_count_apart():
     groups = small_layout([full(16), window(16)], 4).groups
-    layout = from_groups((groups[0], type(groups[1])(groups[1].layer_names, groups[1].layer_specs, groups[1].kv_cache_spec, pool=1)), (9, 5))
+    layout = from_groups(
+        (
+            groups[0],
+            type(groups[1])(groups[1].layer_names, groups[1].layer_specs, groups[1].kv_cache_spec, pool=1),
+        ),
+        (9, 5),
+    )
     manager = KVCacheManager(layout)
     blocks = manager.allocate(Request("r", 65))
     assert (manager.num_free(0), manager.num_free(1)) == (8 - 5, 4 - 2)
@@ -233,11 +239,17 @@ def test_nothing_is_owned_twice_and_nothing_is_lost(manager, data):
     assert manager.num_free() == layout.num_blocks - 1 - len(holders)
     for blocks in manager.batch().requests:
         for group, spec in enumerate(layout.groups):
-            spec, per_block, table = spec.kv_cache_spec, layout.tokens_per_block(group), blocks.block_ids[group]
+            spec, per_block, table = (
+                spec.kv_cache_spec,
+                layout.tokens_per_block(group),
+                blocks.block_ids[group],
+            )
             read = list(spec.required_blocks(blocks.num_tokens, per_block, len(table)))
             assert set(read) <= set(positions(table))  # whatever a step reads is there
             if not isinstance(spec, MambaSpec | CircularBufferSpec | CrossAttentionSpec):
-                assert table[(blocks.num_tokens - 1) // per_block] != NULL_BLOCK  # and so is the slot it writes
+                assert (
+                    table[(blocks.num_tokens - 1) // per_block] != NULL_BLOCK
+                )  # and so is the slot it writes
     for blocks in manager.batch().requests:
         manager.free(blocks.request_id)
     assert manager.num_free() == layout.num_blocks - 1

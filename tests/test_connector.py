@@ -6,13 +6,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings
-from small import NOISE, apart, chunk, cross, full, latent, managers, on_tables, ring, small_layout, state, window
+from small import (
+    NOISE,
+    apart,
+    chunk,
+    cross,
+    full,
+    latent,
+    managers,
+    on_tables,
+    ring,
+    small_layout,
+    state,
+    window,
+)
 
 from decodebench.blocks import NULL_BLOCK, KVCacheManager, Request, RequestBlocks, admit
 from decodebench.cache import CacheMismatch
 from decodebench.connector import (
-    ConnectorError, ConnectorMetadata, ConnectorScheduler, ConnectorWorker, RequestFill, fill_cache, run_connector,
-    startup_groups, zero_new_blocks,
+    ConnectorError, ConnectorMetadata, ConnectorScheduler, ConnectorWorker, RequestFill, fill_cache,
+    run_connector, startup_groups, zero_new_blocks,
 )  # fmt: skip
 from decodebench.fill import FILLED, UNTOUCHED, ZEROED, Constant, FillRefused, Normal, encode, inspect_rows
 from decodebench.specs import CircularBufferSpec, CrossAttentionSpec, DecodebenchError, MambaSpec
@@ -223,7 +236,10 @@ def test_states_and_rings_of_a_whole_step():
     cache = apart(layout)
     batch = on_tables(layout, (33, 0, [[1, 2, 3], [4], [5]]), (18, 0, [[6, 7], [1], [2]]))
     fill_cache(cache, batch, Constant())
-    assert states(cache, 0, Constant()).tolist() == [[UNTOUCHED, FILLED, FILLED, UNTOUCHED, UNTOUCHED, UNTOUCHED, FILLED, FILLED]] * 2
+    assert (
+        states(cache, 0, Constant()).tolist()
+        == [[UNTOUCHED, FILLED, FILLED, UNTOUCHED, UNTOUCHED, UNTOUCHED, FILLED, FILLED]] * 2
+    )
     assert (states(cache, 1, Constant())[0] == FILLED).nonzero().flatten().tolist() == [1, 4]
     assert (states(cache, 2, Constant())[0] == ZEROED).nonzero().flatten().tolist() == [2, 5]
     conv, ssm = cache.flat("g1.0", 0), cache.flat("g1.0", 1)
@@ -236,7 +252,10 @@ def test_an_engines_tensors_work_like_a_cache_of_ours():
     ours = layout.allocate()
     fill_cache(ours, on_tables(layout, (33, 0, [[1, 2, 3], [4]])), NOISE)
     worker = ConnectorWorker(layout, NOISE)
-    pages = {name: torch.full((8, s.page_size_bytes), 255, dtype=torch.uint8) for name, s in layout.layer_specs.items()}
+    pages = {
+        name: torch.full((8, s.page_size_bytes), 255, dtype=torch.uint8)
+        for name, s in layout.layer_specs.items()
+    }
     worker.register_kv_caches({name: page.view(torch.int8) for name, page in pages.items()})
     run_connector(ConnectorScheduler(layout), worker, on_tables(layout, (33, 0, [[1, 2, 3], [4]])))
     assert torch.equal(pages["g0.0"][1:3], ours.pages("g0.0")[1:3])
@@ -260,7 +279,9 @@ def test_an_engines_tensors_work_like_a_cache_of_ours():
 def test_what_a_startup_fill_covers(specs, groups):
     layout = small_layout(specs, 8)
     assert startup_groups(layout) == groups
-    scheduler, worker = ConnectorScheduler(layout, startup_fill=True), ConnectorWorker(layout, startup_fill=True)
+    scheduler, worker = ConnectorScheduler(layout, startup_fill=True), ConnectorWorker(
+        layout, startup_fill=True
+    )
     assert scheduler.startup_filled == worker.startup_filled == groups
 
 
@@ -317,7 +338,9 @@ def test_a_bad_table_is_an_error_with_names(specs, tokens, tables, words):
 @pytest.mark.parametrize("external", [-1, 17])
 def test_external_tokens_fit_the_request(external):
     with pytest.raises(ConnectorError, match="external tokens"):
-        ConnectorScheduler(small_layout([full()], 8)).update_state_after_alloc(AnyRequest("r", 17), [[1, 2]], external)
+        ConnectorScheduler(small_layout([full()], 8)).update_state_after_alloc(
+            AnyRequest("r", 17), [[1, 2]], external
+        )
 
 
 def test_the_worker_refuses_what_it_cannot_place():
@@ -329,7 +352,9 @@ def test_the_worker_refuses_what_it_cannot_place():
     with pytest.raises(CacheMismatch, match="g1.0.*group 1"):
         worker.register_kv_caches(tensors)
     with pytest.raises(CacheMismatch, match="other"):
-        worker.register_kv_caches({"g0.0": tensors["g0.0"], "g1.0": tensors["g0.0"], "other": tensors["g0.0"]})
+        worker.register_kv_caches(
+            {"g0.0": tensors["g0.0"], "g1.0": tensors["g0.0"], "other": tensors["g0.0"]}
+        )
     with pytest.raises(ConnectorError, match="one layout"):
         worker.register_kv_caches(small_layout([full(), full()], 9).allocate())
     cache = layout.allocate()
@@ -354,7 +379,10 @@ def test_a_group_without_layers_is_refused():
 
 def test_anything_with_an_id_and_tokens_is_a_request():
     layout = small_layout([full()], 8)
-    for request in (SimpleNamespace(request_id="r", num_tokens=17), RequestBlocks(Request("r", 17), 0, ((1, 2),))):
+    for request in (
+        SimpleNamespace(request_id="r", num_tokens=17),
+        RequestBlocks(Request("r", 17), 0, ((1, 2),)),
+    ):
         scheduler = ConnectorScheduler(layout)
         scheduler.update_state_after_alloc(request, [[1, 2]], 16)
         assert scheduler.build_connector_meta().requests[0].rows == ((1,),)

@@ -87,7 +87,11 @@ def test_a1_every_layer_at_group_0s_ids():
     assert (written(cache, "g0.0"), written(cache, "g1.0")) == ([1], [1])
     assert found(bad) == {(1, "g1.0", 5, "request-0", "uncovered"), (1, "g1.0", 1, None, "stray")}
     assert bad.groups.coverage.tolist() == [1, 0]
-    assert bad.suspects == ("A1",) and "A1 group-0 map" in bad.verdict and "group 1 (full_attention) 0 %" in bad.verdict
+    assert (
+        bad.suspects == ("A1",)
+        and "A1 group-0 map" in bad.verdict
+        and "group 1 (full_attention) 0 %" in bad.verdict
+    )
 
 
 @catches("A1")
@@ -95,7 +99,10 @@ def test_a1_in_aliased_memory_says_who_wrote_over_whom():
     layout = small_layout([[full(), full()], [state(), state()]], 8)
     batch = on_tables(layout, (17, 0, [[1, 2], [5]]))
     _, bad = run(layout, batch, "A1", cache=layout.allocate())
-    assert found(bad, "clobbered") == {(0, "g0.0", 1, "request-0", "clobbered"), (0, "g0.1", 1, "request-0", "clobbered")}
+    assert found(bad, "clobbered") == {
+        (0, "g0.0", 1, "request-0", "clobbered"),
+        (0, "g0.1", 1, "request-0", "clobbered"),
+    }
     details = set(bad.rows[bad.rows.state == "clobbered"].detail)
     assert details == {"values of group 1, layer 'g1.0'", "values of group 1, layer 'g1.1'"}
     assert bad.suspects == ("A1",)
@@ -208,7 +215,10 @@ def test_a7_another_requests_attention_lies_in_the_same_bytes():
 def test_a8_state_as_raw_bytes():
     # tiny Nemotron-H: conv (3, 288) in bfloat16, ssm (8, 32, 16) in float32, 18,112 of 20,480 bytes
     spec = MambaSpec(
-        block_size=4096, shapes=((3, 288), (8, 32, 16)), dtypes=("bfloat16", "float32"), page_size_padded=20_480
+        block_size=4096,
+        shapes=((3, 288), (8, 32, 16)),
+        dtypes=("bfloat16", "float32"),
+        page_size_padded=20_480,
     )
     layout = small_layout([spec], 4)
     batch = on_tables(layout, (17, 0, [[2]]))
@@ -263,7 +273,14 @@ def test_a10_fp8_cast_to_uint8(dtype, byte):
     "spec",
     [
         full(packed="nvfp4", state_content_bytes=18),
-        MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype="uint8", packed="fp8_ds_mla", state_content_bytes=656),
+        MLAAttentionSpec(
+            block_size=16,
+            num_kv_heads=1,
+            head_size=576,
+            dtype="uint8",
+            packed="fp8_ds_mla",
+            state_content_bytes=656,
+        ),
     ],
 )
 def test_a11_packed_format_filled(spec):
@@ -294,7 +311,9 @@ def test_a12_ids_taken_for_rows_of_kernel_blocks():
     report = fill_cache(cache, batch, NOISE, "A12")
     assert (~kernel.isnan().flatten(1).any(1)).nonzero().flatten().tolist() == [1, 2]
     bad = audit(cache, batch, NOISE, report)
-    assert found(bad) == {(0, "g0.0", b, "request-0", "uncovered") for b in (1, 2)} | {(0, "g0.0", 0, None, "stray")}
+    assert found(bad) == {(0, "g0.0", b, "request-0", "uncovered") for b in (1, 2)} | {
+        (0, "g0.0", 0, None, "stray")
+    }
     assert bad.suspects == ("A12",)
     assert "that the fill says it wrote hold something else" in bad.verdict  # the plan looked right
 
@@ -336,7 +355,9 @@ def test_a14_an_id_out_of_range_is_skipped():
 def test_a14_a_layer_without_a_cache_is_skipped():
     layout = small_layout([[full(), full()]], 8)
     batch = on_tables(layout, (17, 0, [[1, 2]]))
-    tensors = {n: torch.full((8, s.page_size_bytes), 255, dtype=torch.uint8) for n, s in layout.layer_specs.items()}
+    tensors = {
+        n: torch.full((8, s.page_size_bytes), 255, dtype=torch.uint8) for n, s in layout.layer_specs.items()
+    }
     given = {"g0.0": tensors["g0.0"]}
     with pytest.raises(CacheMismatch, match="'g0.1' of group 0"):
         ConnectorWorker(layout, NOISE).register_kv_caches(given)
@@ -352,7 +373,9 @@ def test_a14_a_layer_without_a_cache_is_skipped():
 def test_a14_a_table_too_short():
     layout = small_layout([full()], 8)
     with pytest.raises(ConnectorError, match="group 0.*block 2.*2 entries"):
-        ConnectorScheduler(layout).update_state_after_alloc(SimpleNamespace(request_id="r", num_tokens=34), [[1, 2]], 33)
+        ConnectorScheduler(layout).update_state_after_alloc(
+            SimpleNamespace(request_id="r", num_tokens=34), [[1, 2]], 33
+        )
     scheduler, _ = faulty_halves(layout, "A14")
     scheduler.update_state_after_alloc(SimpleNamespace(request_id="r", num_tokens=34), [[1, 2]], 33)
     assert scheduler.build_connector_meta().requests[0].rows == ((1, 2),)
@@ -363,7 +386,11 @@ def test_a15_repeated_fills():
     layout = small_layout([full()], 8)
     batch = on_tables(layout, *[(33, 0, [[1, 2, 3]])] * 256)
     for fault, times in ((None, 1), ("A15", 256)):
-        scheduler, worker = faulty_halves(layout, fault, NOISE) if fault else (ConnectorScheduler(layout), ConnectorWorker(layout, NOISE))
+        scheduler, worker = (
+            faulty_halves(layout, fault, NOISE)
+            if fault
+            else (ConnectorScheduler(layout), ConnectorWorker(layout, NOISE))
+        )
         worker.register_kv_caches(layout.allocate())
         report = run_connector(scheduler, worker, batch)
         assert report.block_ids == [(1, 2)]
@@ -396,7 +423,11 @@ def test_a17_fill_inside_the_measurement():
     batch = on_tables(layout, (33, 0, [[1, 2, 3]]))
     for fault in (None, "A17"):
         cache = apart(layout)
-        scheduler, worker = faulty_halves(layout, fault, NOISE) if fault else (ConnectorScheduler(layout), ConnectorWorker(layout, NOISE))
+        scheduler, worker = (
+            faulty_halves(layout, fault, NOISE)
+            if fault
+            else (ConnectorScheduler(layout), ConnectorWorker(layout, NOISE))
+        )
         worker.register_kv_caches(cache)
         run_connector(scheduler, worker, batch)
         assert written(cache, "g0.0") == ([1, 2] if fault is None else [])

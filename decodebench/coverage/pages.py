@@ -1,9 +1,8 @@
-"""Coverage from bytes: every page of a cache that was poisoned and filled, judged through the group that owns it."""
+"""Coverage from bytes: every page of a poisoned and filled cache, judged through the group that owns it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,21 +10,20 @@ import torch
 from decodebench.blocks import NULL_BLOCK, Batch
 from decodebench.cache import Cache
 from decodebench.connector import describe, startup_groups
+from decodebench.coverage.origins import Origins, extent, overlap
 from decodebench.coverage.plan import missing, plan_audit, plan_suspects, rows_of, sound_rows
 from decodebench.coverage.required import (
     RequiredRows, holding_rows, owners, required_rows, steps_between, written_rows,
 )  # fmt: skip
 from decodebench.coverage.result import (
-    FILLED_ROW, NOTHING_TO_HOLD, SHARED, TOUCHED, UNCOVERED_ROW, WRONG_ROW, ZEROED_ROW, Audit, Tally, place_of,
+    FILLED_ROW, NOTHING_TO_HOLD, SHARED, TOUCHED, UNCOVERED_ROW, WRONG_ROW, ZEROED_ROW, Audit, Tally,
+    place_of,
 )  # fmt: skip
 from decodebench.fill import (
-    FILLED, UNTOUCHED, WRONG, ZEROED, Constant, FillReport, Normal, Values, Zeros, identify_row, inspect_rows,
+    FILLED, UNTOUCHED, WRONG, ZEROED, Constant, FillReport, Normal, Values, Zeros, inspect_rows,
 )  # fmt: skip
 from decodebench.layout import KVCacheConfig
 from decodebench.specs import AttentionSpec, CircularBufferSpec, DecodebenchError, MambaSpec
-
-#: rows of other content whose origin is searched for in all of the values, a group (a search reads the noise bank)
-LOOKUPS = 32
 
 STILL_POISON = "still poison: decode reads NaN"
 UNASKED_ZEROS = "zeros that nobody asked for"
@@ -57,7 +55,9 @@ def audit(
     required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
     owner, own = owners(layout, batch), written_rows(layout, batch)
     judged = _judged_rows(cache, owner)
-    seen = [inspect_rows(cache, g, values, torch.from_numpy(rows.any(axis=0))) for g, rows in enumerate(judged)]
+    seen = [
+        inspect_rows(cache, g, values, torch.from_numpy(rows.any(axis=0))) for g, rows in enumerate(judged)
+    ]
     states = [s.states.numpy() for s in seen]
     held = _resident_states(cache, required, resident)
 
@@ -84,11 +84,19 @@ def audit(
             by_fill[group][layer, ids[exists & ~foreign & ~stepped]] = True
             covered[group][layer, ids[exists & (row_states < WRONG_ROW)]] = True
             if (row_states >= WRONG_ROW).any():
-                tally.find(group, layer, rows.block_ids[~exists], "uncovered", missing(layout, group), rows.request)
-                short.append((rows, layer, (row_states >= WRONG_ROW) & exists, foreign & (row_states == WRONG_ROW)))
+                tally.find(
+                    group, layer, rows.block_ids[~exists], "uncovered", missing(layout, group), rows.request
+                )
+                short.append(
+                    (rows, layer, (row_states >= WRONG_ROW) & exists, foreign & (row_states == WRONG_ROW))
+                )
 
     touched = [
-        np.zeros_like(e) if startup_fill else _touched(layout, g, judged[g], states[g], expected[g], owner, steps, holding)
+        (
+            np.zeros_like(e)
+            if startup_fill
+            else _touched(layout, g, judged[g], states[g], expected[g], owner, steps, holding)
+        )
         for g, (e, holding) in enumerate(zip(expected, holding_rows(layout, batch)))
     ]
     unexplained = [np.zeros_like(t) for t in touched]
@@ -97,7 +105,7 @@ def audit(
     for rows, layer, bad, hit in short:
         ids = rows.block_ids[bad & ~hit]
         unexplained[rows.group][layer, ids] |= states[rows.group][layer, ids] == WRONG
-    origins = _Origins.of(cache, values, unexplained)
+    origins = Origins.of(cache, values, unexplained)
     if steps.ran:
         _drop_passed_on(layout, states, touched, owner, origins)
     for rows, layer, bad, hit in short:
@@ -124,11 +132,15 @@ def _row_states(found: np.ndarray, spec, values: Values) -> np.ndarray:
     """What a required row counts as, from what its bytes say."""
     on_purpose = isinstance(values, Zeros) or all(part.zeros_only for part in spec.parts())
     zeros = ZEROED_ROW if on_purpose else UNCOVERED_ROW
-    return np.select([found == FILLED, found == UNTOUCHED, found == ZEROED], [FILLED_ROW, UNCOVERED_ROW, zeros], WRONG_ROW)
+    return np.select(
+        [found == FILLED, found == UNTOUCHED, found == ZEROED], [FILLED_ROW, UNCOVERED_ROW, zeros], WRONG_ROW
+    )
 
 
-def _resident_states(cache: Cache, required: Sequence[RequiredRows], resident: Values | None) -> dict[int, np.ndarray]:
-    """Per group with prefix hits: its rows compared with what a request outside the batch filled them with."""
+def _resident_states(
+    cache: Cache, required: Sequence[RequiredRows], resident: Values | None
+) -> dict[int, np.ndarray]:
+    """Per group with prefix hits: its rows compared with what a request outside the batch filled in."""
     if resident is None:
         return {}
     groups = {rows.group for rows in required if rows.shared.any()}
@@ -139,11 +151,15 @@ def _states_of_hit(held: np.ndarray | None, found: np.ndarray, layer: int, ids: 
     if held is None:
         return np.where(found == UNTOUCHED, UNCOVERED_ROW, FILLED_ROW)
     then = held[layer, ids]
-    return np.select([then == FILLED, then == ZEROED, then == UNTOUCHED], [FILLED_ROW, ZEROED_ROW, UNCOVERED_ROW], WRONG_ROW)
+    return np.select(
+        [then == FILLED, then == ZEROED, then == UNTOUCHED],
+        [FILLED_ROW, ZEROED_ROW, UNCOVERED_ROW],
+        WRONG_ROW,
+    )
 
 
 def _explained(
-    origins: _Origins, states: Sequence[np.ndarray], rows: RequiredRows, layer: int, ids: np.ndarray
+    origins: Origins, states: Sequence[np.ndarray], rows: RequiredRows, layer: int, ids: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str, str]]:
     """(blocks, state, detail) of required rows that are not covered."""
     found = states[rows.group][layer, ids]
@@ -166,65 +182,56 @@ def _judged_rows(cache: Cache, owner: Sequence[np.ndarray]) -> list[np.ndarray]:
     nobody owns the block, through the first layer that lies there.
     """
     layout = cache.layout
-    extents = [[_extent(cache, name) for name in group.layer_names] for group in layout.groups]
+    extents = [[extent(cache, name) for name in group.layer_names] for group in layout.groups]
     claimed: set[tuple[int, int, int, int]] = set()
     judged = []
     for g, group in enumerate(layout.groups):
         holder = owner[group.pool]
         others = [
-            other for other in set(holder[holder >= 0].tolist()) - {g} if layout.groups[other].pool == group.pool
+            other
+            for other in set(holder[holder >= 0].tolist()) - {g}
+            if layout.groups[other].pool == group.pool
         ]
         rows = np.zeros((len(extents[g]), len(holder)), dtype=bool)
-        for j, extent in enumerate(extents[g]):
+        for j, place in enumerate(extents[g]):
             rows[j] = holder == g
             for other in others:
-                if not any(_overlap(extent, e) for e in extents[other]):
+                if not any(overlap(place, e) for e in extents[other]):
                     rows[j] |= holder == other
-            if extent not in claimed:
+            if place not in claimed:
                 rows[j] |= holder < 0
-                claimed.add(extent)
+                claimed.add(place)
         judged.append(rows)
     return judged
-
-
-def _extent(cache: Cache, layer: str) -> tuple[int, int, int, int]:
-    """Where block 0 of a layer lies: (storage, first byte, bytes, bytes between blocks)."""
-    place = cache.page_places[layer] or cache.places[layer][0]
-    return place.storage.data_ptr(), place.offset, place.part.nbytes, place.block_stride
-
-
-def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
-    """Whether pages of the same block share bytes; where blocks are spaced unequally, yes unless storages differ."""
-    if a[0] != b[0]:
-        return False
-    return a[3] != b[3] or (a[1] < b[1] + b[2] and b[1] < a[1] + a[2])
 
 
 def _touched(
     layout: KVCacheConfig, group: int, judged: np.ndarray, states: np.ndarray, expected: np.ndarray,
     owner: Sequence[np.ndarray], steps, holding: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """bool [layers, num_blocks]: pages that were written and hold nothing that the batch's requests stand in for."""
+    """bool [layers, num_blocks]: pages that were written and hold nothing that is stood in for."""
     pool = layout.groups[group].pool
     mine = owner[pool] == group
     # its own, beyond what this layer reads; or its own, zeroed by an engine that zeroes new blocks
-    fine = mine & (holding & np.isin(states, (FILLED, ZEROED)) | layout.needs_kv_cache_zeroing & (states == ZEROED))
+    fine = mine & (
+        holding & np.isin(states, (FILLED, ZEROED)) | layout.needs_kv_cache_zeroing & (states == ZEROED)
+    )
     fine |= mine & steps.written[group] | steps.left[pool]
     return judged & (states != UNTOUCHED) & ~expected & ~fine
 
 
 def _drop_passed_on(
-    layout: KVCacheConfig, states: Sequence[np.ndarray], touched: Sequence[np.ndarray], owner: Sequence[np.ndarray],
-    origins: _Origins,
+    layout: KVCacheConfig, states: Sequence[np.ndarray], touched: Sequence[np.ndarray],
+    owner: Sequence[np.ndarray], origins: Origins,
 ) -> None:  # fmt: skip
-    """Steps may have taken blocks, written them and left them behind: only this fill's own values are stray there."""
+    """Steps may have taken blocks, written and left them: only this fill's own values are stray there."""
     for g, group in enumerate(layout.groups):
         unknown = (states[g] == ZEROED) | (states[g] == WRONG) & (origins.writer[g] < 0)
         touched[g][unknown & (owner[group.pool] < 0)] = False
 
 
 def _find_touched(
-    tally: Tally, origins: _Origins, states: Sequence[np.ndarray], touched: Sequence[np.ndarray],
+    tally: Tally, origins: Origins, states: Sequence[np.ndarray], touched: Sequence[np.ndarray],
     owner: Sequence[np.ndarray],
 ) -> None:  # fmt: skip
     layout = tally.layout
@@ -241,7 +248,14 @@ def _find_touched(
 
 
 def _find_in_place(
-    tally: Tally, origins: _Origins, states: Sequence[np.ndarray], g: int, j: int, ids: np.ndarray, mine: bool, where: str
+    tally: Tally,
+    origins: Origins,
+    states: Sequence[np.ndarray],
+    g: int,
+    j: int,
+    ids: np.ndarray,
+    mine: bool,
+    where: str,
 ) -> None:
     """Touched pages of one layer whose blocks have one kind of owner."""
     found = states[g][j, ids]
@@ -260,96 +274,26 @@ def _find_in_place(
 def _find_padding(tally: Tally, seen, owner: Sequence[np.ndarray]) -> None:
     """Padding bytes that were written in pages of the group that owns the block."""
     for g, group in enumerate(tally.layout.groups):
-        written = seen[g].padding_written.numpy() & (owner[group.pool] == g) & (seen[g].states.numpy() == FILLED)
+        written = (
+            seen[g].padding_written.numpy() & (owner[group.pool] == g) & (seen[g].states.numpy() == FILLED)
+        )
         written &= seen[g].padding.numpy() != ZEROED
         for j in np.nonzero(written.any(axis=1))[0].tolist():
             tally.find(g, j, np.nonzero(written[j])[0], "stray", "padding bytes were written")
-
-
-# -- who wrote it -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Origins:
-    """Whose values the pages hold that hold wrong ones: ``writer[g]``: layer index or -1, ``block[g]``: its block."""
-
-    layout: KVCacheConfig
-    writer: list[np.ndarray]
-    block: list[np.ndarray]
-
-    @classmethod
-    def of(cls, cache: Cache, values: Values, wrong: Sequence[np.ndarray]) -> _Origins:
-        """Pages are first compared with what each group that lies in the same bytes would have written there.
-
-        What is left is searched for in all of the values, a limited number of pages a group.
-        """
-        layout = cache.layout
-        writer = [np.full(w.shape, -1, dtype=np.int64) for w in wrong]
-        block = [np.zeros(w.shape, dtype=np.int64) for w in wrong]
-        if any(w.any() for w in wrong):
-            cls._compare_aliases(cache, values, wrong, writer, block)
-        for g, w in enumerate(wrong):
-            for j, b in np.argwhere(w & (writer[g] < 0))[:LOOKUPS].tolist():
-                found = identify_row(cache, g, j, b, values)
-                if found is not None:
-                    writer[g][j, b], block[g][j, b] = found
-        return cls(layout, writer, block)
-
-    @staticmethod
-    def _compare_aliases(cache: Cache, values: Values, wrong, writer, block) -> None:
-        layout = cache.layout
-        extents = [[_extent(cache, name) for name in group.layer_names] for group in layout.groups]
-        for h, other in enumerate(layout.groups):
-            suspects = [g for g, group in enumerate(layout.groups) if g != h and group.pool == other.pool]
-            blocks = np.zeros(layout.num_blocks_of(h), dtype=bool)
-            for g in suspects:
-                blocks |= wrong[g].any(axis=0)
-            if not blocks.any():
-                continue
-            filled = inspect_rows(cache, h, values, torch.from_numpy(blocks)).states.numpy() == FILLED
-            for k, name in enumerate(other.layer_names):
-                for g in suspects:
-                    for j, extent in enumerate(extents[g]):
-                        if extent[3] != extents[h][k][3] or not _overlap(extent, extents[h][k]):
-                            continue
-                        hers = wrong[g][j] & filled[k] & (writer[g][j] < 0)
-                        writer[g][j, hers] = layout.layer_index[name]
-                        block[g][j, hers] = np.nonzero(hers)[0]
-
-    def by_writer(self, g: int, j: int, ids: np.ndarray) -> Iterator[tuple[int | None, str | None, np.ndarray]]:
-        """(writer's layer index, in words, blocks) of some pages of a layer; None where unknown."""
-        writers, blocks = self.writer[g][j, ids], self.block[g][j, ids]
-        for writer in np.unique(writers).tolist():
-            same = writers == writer
-            if writer < 0:
-                yield None, None, ids[same]
-                continue
-            group, name = self.group_of(writer), self.layout.layer_names[writer]
-            here = same & (blocks == ids)
-            if here.any():
-                own = name == self.layout.groups[g].layer_names[j]
-                words = "its own values in part, then other bytes" if own else f"values of group {group}, layer {name!r}"
-                yield writer, words, ids[here]
-            for i in np.nonzero(same & ~here)[0].tolist():
-                yield writer, f"values of group {group}, layer {name!r}, block {blocks[i]}", ids[i:i + 1]
-
-    def group_of(self, writer: int) -> int:
-        return self.layout.group_of[self.layout.layer_names[writer]]
-
-    def place(self, writer: int) -> tuple[int, int]:
-        """(group, layer in it) of a layer index."""
-        name = self.layout.layer_names[writer]
-        group = self.layout.group_of[name]
-        return group, self.layout.groups[group].layer_names.index(name)
 
 
 # -- plan and bytes -----------------------------------------------------------------------------
 
 
 def _adopt_touched(tally: Tally, plan: Audit) -> None:
-    """Writes beside the required rows show in the plan where they left the same bytes behind, or zeros over zeros."""
+    """Writes beside the required rows show in the plan where they left the same bytes behind."""
     layout = tally.layout
-    seen = {(layout.groups[f.group].pool, b) for f in tally.findings if f.state in TOUCHED for b in f.blocks.tolist()}
+    seen = {
+        (layout.groups[f.group].pool, b)
+        for f in tally.findings
+        if f.state in TOUCHED
+        for b in f.blocks.tolist()
+    }
     requests = {blocks.request_id: i for i, blocks in enumerate(tally.batch.requests)}
     for f in plan.findings:
         blocks = [b for b in f.blocks.tolist() if (layout.groups[f.group].pool, b) not in seen]
@@ -362,7 +306,7 @@ def _disagreements(
     layout: KVCacheConfig, plan: Audit, report: FillReport, by_fill: Sequence[np.ndarray],
     covered: Sequence[np.ndarray], touched: Sequence[np.ndarray], at_startup: frozenset[int],
 ) -> tuple[str, ...]:  # fmt: skip
-    """Where the bytes say something else than the plan. What the plan itself says was overwritten is no surprise."""
+    """Where the bytes say something else than the plan; what the plan says was overwritten is no surprise."""
     ids = rows_of(layout, report)
     overwritten = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
     written = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
@@ -390,7 +334,7 @@ def _disagreements(
     return tuple(told)
 
 
-def _written_rows(layout: KVCacheConfig, states, origins: _Origins, expected, touched) -> list[np.ndarray]:
+def _written_rows(layout: KVCacheConfig, states, origins: Origins, expected, touched) -> list[np.ndarray]:
     """Rows per group at which the group's own values were found, wherever they lie."""
     rows = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     for g in range(len(layout.groups)):
@@ -403,14 +347,16 @@ def _written_rows(layout: KVCacheConfig, states, origins: _Origins, expected, to
 
 
 def _explains(layout: KVCacheConfig) -> Callable[[Sequence, Sequence[np.ndarray]], bool]:
-    """Whether a plan left what was found: values that lie nowhere may have been overwritten by another group's."""
+    """Whether a plan left what was found: missing values may have been overwritten by another group's."""
 
     def explains(planned: Sequence[Sequence[int]], found: Sequence[np.ndarray]) -> bool:
         if not all(set(f.tolist()) <= set(p) for p, f in zip(planned, found)):
             return False
         for pool in range(len(layout.pool_num_blocks)):
             groups = [g for g, group in enumerate(layout.groups) if group.pool == pool]
-            if set().union(*(planned[g] for g in groups)) != set().union(*(found[g].tolist() for g in groups)):
+            if set().union(*(planned[g] for g in groups)) != set().union(
+                *(found[g].tolist() for g in groups)
+            ):
                 return False
         return True
 
@@ -418,7 +364,7 @@ def _explains(layout: KVCacheConfig) -> Callable[[Sequence, Sequence[np.ndarray]
 
 
 def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillReport | None) -> tuple[str, ...]:
-    """Faults that leave the plan right and the bytes wrong, told by which groups they hit and what is there."""
+    """Faults that leave the plan right and the bytes wrong, told by the groups they hit and what is there."""
     layout = tally.layout
     short = [f for f in tally.findings if f.state in ("wrong", "uncovered")]
     hit = {f.group for f in short}
@@ -440,8 +386,10 @@ def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillRepor
     return ("A12",) if _at_kernel_rows(tally, states, report, hit) else ()
 
 
-def _at_kernel_rows(tally: Tally, states: Sequence[np.ndarray], report: FillReport | None, hit: set[int]) -> bool:
-    """Whether exactly the blocks i // r hold something in part, for ids i that were to be filled and one r."""
+def _at_kernel_rows(
+    tally: Tally, states: Sequence[np.ndarray], report: FillReport | None, hit: set[int]
+) -> bool:
+    """Whether exactly the blocks i // r hold something in part, for the ids i to be filled and one r."""
     if not all(isinstance(tally.layout.groups[g].kv_cache_spec, AttentionSpec) for g in hit):
         return False
     try:

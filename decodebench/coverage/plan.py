@@ -1,4 +1,4 @@
-"""Coverage from block ids alone: the rows a fill says it wrote, and which historic fault would have written them."""
+"""Coverage from block ids alone: the rows a fill says it wrote, and which historic fault would have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def plan_audit(
     ``startup_fill``: everything was written once before; only what is required is judged.
     """
     tally, groups = Tally(layout, batch, "plan"), range(len(layout.groups))
-    by_request = {f.request_id: f.rows for f in written.requests} if isinstance(written, ConnectorMetadata) else {}
+    by_request = (
+        {f.request_id: f.rows for f in written.requests} if isinstance(written, ConnectorMetadata) else {}
+    )
     ids = rows_of(layout, written)
     table = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in groups]
     for group in groups:
@@ -51,21 +53,37 @@ def plan_audit(
         foreign = rows.shared & ~own[rows.group][block_ids] & table[rows.group][block_ids]
         for layer in rows.layers:
             tally.count(rows, layer, np.where(covered, FILLED_ROW, UNCOVERED_ROW))
-            tally.find(rows.group, layer, rows.block_ids[~covered & exists], "uncovered", "not in the plan", rows.request)
-            tally.find(rows.group, layer, rows.block_ids[~exists], "uncovered", missing(layout, rows.group), rows.request)
+            tally.find(
+                rows.group,
+                layer,
+                rows.block_ids[~covered & exists],
+                "uncovered",
+                "not in the plan",
+                rows.request,
+            )
+            tally.find(
+                rows.group,
+                layer,
+                rows.block_ids[~exists],
+                "uncovered",
+                missing(layout, rows.group),
+                rows.request,
+            )
             tally.find(rows.group, layer, block_ids[foreign], "clobbered", SHARED, rows.request)
     if not startup_fill:
         _find_touched(tally, ids, steps)
     for request, blocks in enumerate(batch.requests):
         for group, mine in enumerate(by_request.get(blocks.request_id, ())):
-            hit = set(blocks.block_ids[group][:hit_blocks(layout, blocks, group)]) - {NULL_BLOCK}
+            hit = set(blocks.block_ids[group][: hit_blocks(layout, blocks, group)]) - {NULL_BLOCK}
             both = sorted(b for b in hit.intersection(mine) if own[group][b])
             tally.find(group, None, both, "clobbered", SHARED, request)
     suspects = plan_suspects(layout, batch, ids) if tally.findings else ()
     return tally.result(suspects)
 
 
-def rows_of(layout: KVCacheConfig, written: FillReport | ConnectorMetadata | Sequence[Sequence[int]]) -> list[np.ndarray]:
+def rows_of(
+    layout: KVCacheConfig, written: FillReport | ConnectorMetadata | Sequence[Sequence[int]]
+) -> list[np.ndarray]:
     """Sorted unique rows per group, int64, from whatever tells them."""
     if isinstance(written, ConnectorMetadata):
         written = [merge_rows(fill.rows[g] for fill in written.requests) for g in range(len(layout.groups))]
@@ -135,5 +153,6 @@ def plan_suspects(
         fault.id
         for fault in FAULTS.values()
         if fault.leaves == "wrong bytes" and not fault.startup_fill
-        and (meta := plan(fault.scheduler)) is not None and explains(fault.worker(layout).merge(meta), written)
+        and (meta := plan(fault.scheduler)) is not None
+        and explains(fault.worker(layout).merge(meta), written)
     )  # fmt: skip

@@ -57,7 +57,7 @@ def _required_in_group(
     for layer, spec in enumerate(layout.groups[group].layer_specs):
         by_range.setdefault(spec.required_blocks(blocks.num_tokens, per_block, len(table)), []).append(layer)
     for positions, layers in by_range.items():
-        block_ids = table[positions.start:positions.stop]
+        block_ids = table[positions.start : positions.stop]
         if len(block_ids) < len(positions) or (block_ids == NULL_BLOCK).any():
             raise CoverageError(
                 f"request {blocks.request_id!r}, {describe(layout, group)}: decode reads positions "
@@ -65,7 +65,9 @@ def _required_in_group(
                 f"{table.tolist() if len(table) < 20 else f'{len(table)} entries with null blocks there'}"
             )
         where = np.arange(positions.start, positions.stop)
-        yield RequiredRows(request, group, tuple(layers), where, block_ids, where < hit_blocks(layout, blocks, group))
+        yield RequiredRows(
+            request, group, tuple(layers), where, block_ids, where < hit_blocks(layout, blocks, group)
+        )
 
 
 def hit_blocks(layout: KVCacheConfig, blocks: RequestBlocks, group: int) -> int:
@@ -98,7 +100,7 @@ def _rows_held(layout: KVCacheConfig, batch: Batch, hits: bool) -> list[np.ndarr
             positions = merged.required_blocks(blocks.num_tokens, per_block, len(table))
             start = positions.start if isinstance(merged, OWN_ROWS) else 0
             start = start if hits else max(start, hit_blocks(layout, blocks, group))
-            held[group][existing(table[start:positions.stop], len(held[group]))] = True
+            held[group][existing(table[start : positions.stop], len(held[group]))] = True
     return held
 
 
@@ -134,7 +136,11 @@ class Steps:
         """bool [rows]: rows in which everything was written by steps, and nothing by the fill."""
         before = self.before.get(now.request_id)
         spec = layout.groups[rows.group].kv_cache_spec
-        if before is None or before.num_tokens == now.num_tokens or isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
+        if (
+            before is None
+            or before.num_tokens == now.num_tokens
+            or isinstance(spec, CircularBufferSpec | CrossAttentionSpec)
+        ):
             return np.zeros(len(rows.block_ids), dtype=bool)
         if isinstance(spec, MambaSpec):
             return np.ones(len(rows.block_ids), dtype=bool)
@@ -156,7 +162,7 @@ def steps_between(layout: KVCacheConfig, admitted: Batch | None, now: Batch) -> 
             if isinstance(spec.kv_cache_spec, CrossAttentionSpec):
                 continue
             if not isinstance(spec.kv_cache_spec, OWN_ROWS):
-                table = table[(old.num_tokens - 1) // layout.tokens_per_block(group):]
+                table = table[(old.num_tokens - 1) // layout.tokens_per_block(group) :]
             written[group][existing(table, len(written[group]))] = True
     left = [(then >= 0) & (today < 0) for then, today in zip(owners(layout, admitted), owners(layout, now))]
     return Steps(True, before, written, left)

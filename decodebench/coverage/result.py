@@ -1,4 +1,4 @@
-"""The result of an audit: counts per request and layer, findings with their places, one line for a reader in a hurry."""
+"""The result of an audit: counts by request and layer, findings with their places, a verdict of one line."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ class Audit:
 
         groups = len(self.layout.groups)
         facts = pd.DataFrame(
-            {"request": np.repeat(self.request_ids, groups), "group": np.tile(np.arange(groups), len(self.request_ids))}
+            {
+                "request": np.repeat(self.request_ids, groups),
+                "group": np.tile(np.arange(groups), len(self.request_ids)),
+            }
         )
         return pd.concat([facts, _by_state(self._by_group().reshape(-1, 4))], axis=1)
 
@@ -130,7 +133,8 @@ class Audit:
         return pd.DataFrame({
             "group": column("group").astype(np.int64), "layer": pd.Series(column("layer"), dtype=object),
             "block": np.concatenate([np.empty(0, dtype=np.int64), *(finding.blocks for finding in found)]),
-            "request": pd.Series(column("request"), dtype=object), "state": column("state"), "detail": column("detail"),
+            "request": pd.Series(column("request"), dtype=object),
+            "state": column("state"), "detail": column("detail"),
         })  # fmt: skip
 
     @property
@@ -151,7 +155,9 @@ class Audit:
             line += ": " + ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         touched = [(int(self.groups[state].sum()), state) for state in TOUCHED]
         if any(count for count, _ in touched):
-            line += "; " + ", ".join(f"{count:,} row{'s' * (count != 1)} {state}" for count, state in touched if count)
+            line += "; " + ", ".join(
+                f"{count:,} row{'s' * (count != 1)} {state}" for count, state in touched if count
+            )
         elif not bad:
             line += "; nothing else touched"
         if self.suspects:
@@ -212,7 +218,9 @@ class Tally:
 
     def result(self, suspects: tuple[str, ...] = (), disagreements: tuple[str, ...] = ()) -> Audit:
         names = tuple(blocks.request_id for blocks in self.batch.requests)
-        return Audit(self.layout, self.source, names, self.counts, tuple(self.findings), suspects, disagreements)
+        return Audit(
+            self.layout, self.source, names, self.counts, tuple(self.findings), suspects, disagreements
+        )
 
 
 #: a request's own row that was filled although no token before the computed one lies in it

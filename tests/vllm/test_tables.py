@@ -1,4 +1,4 @@
-"""Block tables and rows of random layouts: the same as those of vLLM's own pool and connector, request for request."""
+"""Block tables and rows of random layouts: request for request those of vLLM's own pool and connector."""
 
 import math
 import random
@@ -55,8 +55,8 @@ def vllm_manager(groups, specs):
     sizes = [spec.block_size for spec in specs]
     config = v.KVCacheConfig(num_blocks=3000, kv_cache_tensors=[], kv_cache_groups=groups)
     return VllmManager(
-        config, max_model_len=LONGEST, scheduler_block_size=math.lcm(*sizes), hash_block_size=math.gcd(*sizes),
-        enable_caching=False,
+        config, max_model_len=LONGEST, scheduler_block_size=math.lcm(*sizes),
+        hash_block_size=math.gcd(*sizes), enable_caching=False,
     )  # fmt: skip
 
 
