@@ -39,9 +39,8 @@ class StepMetadata(KVConnectorMetadata):
     def of_groups(self, kept: tuple[int, ...]) -> StepMetadata:
         """The same step for a worker that holds layers of these groups only."""
         fills = (replace(fill, rows=tuple(fill.rows[g] for g in kept)) for fill in self.fill.requests)
-        return StepMetadata(
-            ConnectorMetadata(tuple(fills)), tables_of(self.admitted, kept), tables_of(self.running, kept), self.counters
-        )
+        admitted, running = (tables_of(requests, kept) for requests in (self.admitted, self.running))
+        return StepMetadata(ConnectorMetadata(tuple(fills)), admitted, running, self.counters)
 
 
 class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):

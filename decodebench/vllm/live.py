@@ -66,7 +66,10 @@ class LiveTables:
         admitted, self._admitted = self._admitted, {}
         if not admitted or state is None:
             return tuple(admitted.values()), ()
-        others = ((own, state.get_block_ids(name)) for name, own in self._live.items() if name not in admitted)
+        others = [
+            (own, state.get_block_ids(name))
+            for name, own in self._live.items() if name not in admitted
+        ]
         running = tuple(RequestBlocks(own, 0, tuple(map(tuple, table))) for own, table in others if table)
         return tuple(admitted.values()), running
 
@@ -97,7 +100,9 @@ def required_of(layout: KVCacheConfig, requests: Sequence[RequestBlocks]) -> dic
             fresh[name].update(rows.block_ids[~rows.shared].tolist())
             hit[name].update(rows.block_ids[rows.shared].tolist())
     # a request may hit what another of the same step fills
-    return {name: Required(tuple(sorted(fresh[name])), tuple(sorted(hit[name] - fresh[name]))) for name in fresh}
+    return {
+        name: Required(tuple(sorted(fresh[name])), tuple(sorted(hit[name] - fresh[name]))) for name in fresh
+    }
 
 
 class StepAuditor:
@@ -163,13 +168,14 @@ class StepAuditor:
         return records
 
     def _hits(self, meta) -> list[list[int]]:
-        """Blocks per group that this step's requests took from the prefix cache and no request of it fills."""
+        """Blocks per group that this step's requests took from the prefix cache and none of them fills."""
         found = []
         for number in range(len(self.layout.groups)):
             size = self.layout.tokens_per_block(number)
             tables = [(r.block_ids[number], r.num_computed // size) for r in meta.admitted]
             own = {block for table, hit in tables for block in table[hit:]}
-            found.append(sorted({block for table, hit in tables for block in table[:hit]} - own - {NULL_BLOCK}))
+            shared = {block for table, hit in tables for block in table[:hit]}
+            found.append(sorted(shared - own - {NULL_BLOCK}))
         return found
 
     def _pages(self) -> dict[tuple[int, int], torch.Tensor]:
@@ -227,11 +233,12 @@ class StepAuditor:
             for block in table
             if block != NULL_BLOCK
         }
-        # behind a request's prefix hit its blocks are its own, also where another request of the step hits them
+        # behind a request's prefix hit its blocks are its own, even where another of the step hits them
+        sizes = [self.layout.tokens_per_block(number) for number in range(len(self.layout.groups))]
         writable = [
-            {b for r in meta.admitted for b in r.block_ids[number][r.num_computed // self.layout.tokens_per_block(number):]}
-            for number in range(len(self.layout.groups))
-        ]  # fmt: skip
+            {b for r in meta.admitted for b in r.block_ids[number][r.num_computed // size:]}
+            for number, size in enumerate(sizes)
+        ]
         lying = {}
         for layer in self.layout.layer_names:
             lying.setdefault(_place(self.cache.pages(layer)), []).append(self.layout.group_of[layer])
@@ -297,7 +304,8 @@ def checksums(pages: torch.Tensor) -> torch.Tensor:
     words = pages.view(torch.int64) if width == 8 else pages
     # odd weights, so that moved words count; sums wrap around
     weights = torch.arange(words.shape[1], dtype=torch.int64, device=pages.device) * 2 + 0x9E3779B97F4A7C1
-    found = [(piece.to(torch.int64) * weights).sum(1) for piece in words.split(max(1, (1 << 22) // words.shape[1]))]
+    rows = max(1, (1 << 22) // words.shape[1])
+    found = [(piece.to(torch.int64) * weights).sum(1) for piece in words.split(rows)]
     return torch.cat(found).cpu()
 
 
@@ -347,7 +355,9 @@ class LiveAudit:
         if len(missed):
             worst = ", ".join(f"group {r.group} ({r.kind}) {r.coverage:.0%}" for r in missed.itertuples())
             notes.append(f"short: {worst}")
-        return head + (f" ({'; '.join(notes)})" if notes else " hold the values asked for, nothing else written")
+        if not notes:
+            return f"{head} hold the values asked for, nothing else written"
+        return f"{head} ({'; '.join(notes)})"
 
     def __str__(self) -> str:
         return f"{self.verdict}\n{self.groups.to_string(index=False)}"
@@ -359,15 +369,16 @@ class LiveAudit:
 
 def audit_path(audit_file: str | None, engine_id: str, rank: int = 0) -> Path:
     """Where a worker's audit is written; ranks other than 0 have files of their own."""
-    path = Path(audit_file) if audit_file else Path(tempfile.gettempdir(), f"decodebench-audit-{engine_id}.jsonl")
+    default = Path(tempfile.gettempdir(), f"decodebench-audit-{engine_id}.jsonl")
+    path = Path(audit_file) if audit_file else default
     return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def read_audit(path: str | Path) -> LiveAudit:
     """The audit of a server or an engine from its ``audit_file``, all ranks' files together."""
     path = Path(path)
-    files = [file for file in (path, *sorted(path.parent.glob(f"{path.stem}.rank*{path.suffix}"))) if file.exists()]
-    lines = [line for file in files for line in file.read_text().splitlines()]
+    files = (path, *sorted(path.parent.glob(f"{path.stem}.rank*{path.suffix}")))
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     if not lines:
         raise NoAudit(
             f"no audit in {path}: start the engine with audit='plan' or audit='bytes', and send it a "
@@ -377,7 +388,7 @@ def read_audit(path: str | Path) -> LiveAudit:
 
 
 def audit(llm) -> LiveAudit:
-    """The audit of an ``LLM`` started with ``audit="plan"`` or ``"bytes"`` (see ``read_audit`` for servers)."""
+    """The audit of an ``LLM`` started with ``audit`` "plan" or "bytes"; for servers see ``read_audit``."""
     transfer = llm.llm_engine.vllm_config.kv_transfer_config
     if transfer is None:
         raise NoAudit("this engine has no connector: give it kv_transfer_config(..., audit='bytes')")

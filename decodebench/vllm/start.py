@@ -69,7 +69,8 @@ def engine(
     """An ``LLM`` with a connector; shut down on leaving.
 
     ``model``: a path or name vLLM knows; or a ``config.json`` as a dictionary or one of
-    decodebench's tiny models by name, for which dummy weights are made and no tokenizer is needed. ``connector=None``: none, a real prefill.
+    decodebench's tiny models by name, for which dummy weights are made and no tokenizer is needed.
+    ``connector=None``: none, a real prefill.
     ``options`` go to the connector, everything else to ``vllm.LLM``.
     """
     prepare_process()
@@ -128,6 +129,6 @@ def prompts(lengths: Sequence[int], vocabulary: int = 512, shared: int = 0) -> l
     """Distinct prompts of given lengths whose first ``shared`` tokens are the same."""
     free = vocabulary - 8
     return [
-        [4 + (7 * position + (0 if position < shared else 11 * number + 5)) % free for position in range(length)]
+        [4 + (7 * place + (0 if place < shared else 11 * number + 5)) % free for place in range(length)]
         for number, length in enumerate(lengths)
     ]

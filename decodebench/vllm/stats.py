@@ -24,13 +24,14 @@ class DecodeBenchStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        shown = {f"filled {name}": number for name, number in self.data.items() if name in ("requests", "rows")}
+        shown = {f"filled {name}": self.data[name] for name in ("requests", "rows") if name in self.data}
         if self.data.get("seconds"):
             shown["fill seconds"] = round(self.data["seconds"], 6)
             shown["fill GB/s"] = round(self.data["bytes"] / self.data["seconds"] / 1e9, 3)
         if "required" in self.data:
             share = self.data["covered"] / self.data["required"] if self.data["required"] else 1.0
-            shown |= {"audited rows": self.data["required"], "covered": round(share, 6), "faults": self.data["faults"]}
+            shown |= {"audited rows": self.data["required"], "covered": round(share, 6)}
+            shown["faults"] = self.data["faults"]
         return shown
 
     def is_empty(self) -> bool:

@@ -55,7 +55,8 @@ def read_study(path: str | Path = STORED) -> Study:
     import pandas
 
     stored = json.loads(Path(path).read_text())
-    return Study(pandas.DataFrame(stored["coverage"]), pandas.DataFrame(stored["latency"]), stored["provenance"])
+    tables = (pandas.DataFrame(stored[name]) for name in ("coverage", "latency"))
+    return Study(*tables, stored["provenance"])
 
 
 def coverage(lengths=LENGTHS, settings=SETTINGS) -> list[dict]:
@@ -91,7 +92,7 @@ def latency(models=TINY) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m decodebench.vllm.study", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser("python -m decodebench.vllm.study", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=STORED)
     out = parser.parse_args(arguments).out
     # one thread: tiny models gain nothing from more, and step times suffer from whoever else has the cores
@@ -100,15 +101,20 @@ def main(arguments: list[str] | None = None) -> None:
     import vllm
 
     settings = {
-        "vllm": vllm.__version__, "lengths": LENGTHS, "fill": "normal, mean 0.015, std 0.02 (ours); 0.015 (built-in)",
-        "latency": LATENCY, "note": "tiny models with dummy weights on a CPU: step times say nothing about a GPU's",
+        "vllm": vllm.__version__, "lengths": LENGTHS, "latency": LATENCY,
+        "fill": "normal, mean 0.015, std 0.02 (ours); 0.015 (built-in)",
+        "note": "tiny models with dummy weights on a CPU: step times say nothing about a GPU's",
     }  # fmt: skip
     result = {"provenance": provenance(settings, seed=0), "coverage": coverage(), "latency": latency()}
     for row in result["latency"]:
         row["seconds"] = round(row["seconds"], 7)
     out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f'"{name}": [\n' + ",\n".join(map(json.dumps, result[name])) + "\n]" for name in ("coverage", "latency"))
-    out.write_text(f'{{"provenance": {json.dumps(result["provenance"])},\n{lines}}}\n')
+    # one line a record, so that a new result reads as a difference
+    tables = [
+        f'"{name}": [\n' + ",\n".join(map(json.dumps, result[name])) + "\n]"
+        for name in ("coverage", "latency")
+    ]
+    out.write_text(",\n".join([f'{{"provenance": {json.dumps(result["provenance"])}', *tables]) + "}\n")
     print(f"written: {out}")
 
 

@@ -71,7 +71,9 @@ def _memory_order(kv_cache_config: v.KVCacheConfig, vllm_config) -> str:
     return resolved or "LBNHC"
 
 
-def _group(number: int, group: v.KVCacheGroupSpec, cache_dtype: str, max_encoder_tokens: int) -> KVCacheGroupSpec:
+def _group(
+    number: int, group: v.KVCacheGroupSpec, cache_dtype: str, max_encoder_tokens: int
+) -> KVCacheGroupSpec:
     if group.host_resident:
         raise UnknownToDecodebench(
             f"group {number} ({group.layer_names[0]!r}) lives in host memory, which no decode step "
@@ -156,7 +158,7 @@ def _attention_fields(spec: v.AttentionSpec, layer: str, cache_dtype: str) -> di
     if dense and spec.kv_quant_mode == v.KVQuantMode.FP8_PER_TENSOR and cache_dtype in FP8_DTYPES:
         dtype = FP8_DTYPES[cache_dtype]
         if dtype == "float8_e4m3fn" and current_platform.fp8_dtype() != torch.float8_e4m3fn:
-            raise UnknownToDecodebench(f"layer {layer!r}: this device's fp8 is {current_platform.fp8_dtype()}")
+            raise UnknownToDecodebench(f"layer {layer!r}: this device stores {current_platform.fp8_dtype()}")
     elif not (dense and spec.kv_quant_mode == v.KVQuantMode.NONE and spec.dtype.is_floating_point):
         # scales between the numbers, or bytes whose format nothing declares
         packed = cache_dtype if cache_dtype != "auto" else f"{spec.kv_quant_mode.name.lower()} {dtype}"

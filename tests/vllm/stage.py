@@ -30,7 +30,9 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 def full(block_size=16, heads=2, head_size=32, dtype=torch.float32, **more):
-    return v.FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=head_size, dtype=dtype, **more)
+    return v.FullAttentionSpec(
+        block_size=block_size, num_kv_heads=heads, head_size=head_size, dtype=dtype, **more
+    )
 
 
 def window(size, block_size=16, heads=2, head_size=32, dtype=torch.float32):
@@ -54,7 +56,9 @@ def config_of(groups, num_blocks):
     return v.KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
-            v.KVCacheTensor(size=offset, layers=[layer], layer_stride=page * num_blocks, block_stride=page, offset=at)
+            v.KVCacheTensor(
+                size=offset, layers=[layer], layer_stride=page * num_blocks, block_stride=page, offset=at
+            )
             for layer, page, at in tensors
         ],
         kv_cache_groups=[v.KVCacheGroupSpec(list(layers), spec) for layers, spec in groups],
@@ -76,7 +80,9 @@ def engine_config(connector="GroupedDecodeBenchConnector", options=None, prefix=
 class Stage:
     """One connector in both roles between vLLM's scheduler and caches that vLLM allocated."""
 
-    def __init__(self, groups, num_blocks=64, options=None, kernel_block_sizes=None, register=True, **arguments):
+    def __init__(
+        self, groups, num_blocks=64, options=None, kernel_block_sizes=None, register=True, **arguments
+    ):
         self.vllm_config = engine_config(options=options, **arguments)
         self.config = config_of(groups, num_blocks)
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
@@ -86,8 +92,11 @@ class Stage:
             self.vllm_config, self.config, StructuredOutputManager(self.vllm_config),
             block_size=max(sizes), hash_block_size=smallest,
         )  # fmt: skip
-        self.worker = KVConnectorFactory.create_connector(self.vllm_config, KVConnectorRole.WORKER, self.config)
-        self.caches = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout.LBHNC, kernel_block_sizes)
+        create = KVConnectorFactory.create_connector
+        self.worker = create(self.vllm_config, KVConnectorRole.WORKER, self.config)
+        self.caches = allocate_kv_cache(
+            self.config, torch.device("cpu"), KVCacheLayout.LBHNC, kernel_block_sizes
+        )
         if register:
             self.worker.register_kv_caches(self.caches)
         init_none_hash(sha256)
@@ -112,7 +121,8 @@ class Stage:
     def step(self, token=7):
         """Schedule, fill, and pretend that every scheduled request decoded ``token``."""
         output = self.scheduler.schedule()
-        tables = {name: self.scheduler.kv_cache_manager.get_block_ids(name) for name in output.num_scheduled_tokens}
+        block_ids = self.scheduler.kv_cache_manager.get_block_ids
+        tables = {name: block_ids(name) for name in output.num_scheduled_tokens}
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         self.worker.start_load_kv(None)
         self.worker.clear_connector_metadata()

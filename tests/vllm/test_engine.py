@@ -1,4 +1,4 @@
-"""Running engines: four tiny models on the CPU, audited by their bytes, ours beside the built-in connector."""
+"""Running engines: four tiny models on the CPU, audited by their bytes, beside the built-in connector."""
 
 import pytest
 
@@ -15,7 +15,9 @@ STATES = ("mamba",)
 def run(tmp_path):
     """Engine, prompts, audit: ``run(name, connector)`` → (LiveAudit, LLM's outputs)."""
 
-    def start(name, connector=OURS, lengths=LENGTHS, shared=0, max_tokens=3, options=None, look=None, **arguments):
+    def start(
+        name, connector=OURS, lengths=LENGTHS, shared=0, max_tokens=3, options=None, look=None, **arguments
+    ):
         options = {"audit_file": str(tmp_path / "audit.jsonl"), **(options or {})}
         if connector == OURS:
             options = {"audit": "bytes", "std": 0.02, **options}
@@ -51,7 +53,7 @@ def plan_for(llm, name):
     ("kv_cache_dtype", "prefix"), [("auto", True), ("fp8", False)], ids=["bf16-prefix-caching", "fp8"]
 )
 @pytest.mark.parametrize("name", dbv.TINY)
-def test_every_required_page_holds_its_values_and_the_plan_is_the_engines_layout(run, name, kv_cache_dtype, prefix):
+def test_every_required_page_holds_its_values_and_the_plan_is_the_layout(run, name, kv_cache_dtype, prefix):
     layouts = {}
 
     def look(llm):
@@ -64,8 +66,8 @@ def test_every_required_page_holds_its_values_and_the_plan_is_the_engines_layout
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3] * len(LENGTHS)
     ours, engines = layouts["plan"], layouts["engine"]
     for fact in (
-        "groups", "tensors", "pool_num_blocks", "size", "memory_order", "max_model_len", "max_in_flight_tokens",
-        "needs_kv_cache_zeroing",
+        "groups", "tensors", "pool_num_blocks", "size", "memory_order", "max_model_len",
+        "max_in_flight_tokens", "needs_kv_cache_zeroing",
     ):  # fmt: skip
         assert getattr(ours, fact) == getattr(engines, fact), fact
 
@@ -223,8 +225,8 @@ def test_fills_and_audits_travel_on_vllms_stats_channel(run):
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        ("A1", "tiny-nemotron-h"), ("A2", "tiny-nemotron-h"), ("A3", "tiny-llama"), ("A7", "tiny-granite-hybrid"),
-        ("A8", "tiny-nemotron-h"), ("A12", "tiny-gemma3"),
+        ("A1", "tiny-nemotron-h"), ("A2", "tiny-nemotron-h"), ("A3", "tiny-llama"),
+        ("A7", "tiny-granite-hybrid"), ("A8", "tiny-nemotron-h"), ("A12", "tiny-gemma3"),
     ],
 )  # fmt: skip
 def test_a_historic_defect_in_a_running_engine_is_seen(run, monkeypatch, fault, name):

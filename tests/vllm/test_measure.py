@@ -28,7 +28,11 @@ def test_a_running_engine_is_measured_with_its_own_connector():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"steps": 0}, "steps 0"), ({"batch": 0}, "batch 0"), ({"admissions": ["magic"]}, "no admission 'magic'")],
+    [
+        ({"steps": 0}, "steps 0"),
+        ({"batch": 0}, "batch 0"),
+        ({"admissions": ["magic"]}, "no admission 'magic'"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):
     with pytest.raises(DecodebenchError, match=message):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
-stage = pytest.importorskip("stage", reason="vLLM is not installed here: run `make test-vllm`", exc_type=ImportError)
+NO_VLLM = "vLLM is not installed here: run `make test-vllm`, which sets it up"
+stage = pytest.importorskip("stage", reason=NO_VLLM, exc_type=ImportError)
 
 from decodebench.specs import DecodebenchError  # noqa: E402
 
@@ -111,7 +112,9 @@ def test_kernel_blocks_are_not_taken_for_manager_blocks():
     assert s.rows("a") == sorted(4 * block + part for block in table for part in range(4))
 
 
-@pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+)
 @pytest.mark.parametrize("std", [0.0, 0.1])
 def test_fp8_behind_uint8_is_encoded(cache_dtype, dtype, std):
     spec = full(dtype=torch.uint8, kv_quant_mode=stage.v.KVQuantMode.FP8_PER_TENSOR)

@@ -68,7 +68,8 @@ def test_states_windows_chunks_rings_and_encoders():
     assert mamba.unpadded_page_size_bytes == 18112
     common = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
     assert translated(v.SlidingWindowSpec(**common, sliding_window=128)).num_skipped_tokens(999) == 872
-    assert translated(v.ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)).attention_chunk_size == 64
+    chunked = translated(v.ChunkedLocalAttentionSpec(**common, attention_chunk_size=64))
+    assert chunked.attention_chunk_size == 64
     assert translated(v.CrossAttentionSpec(**common)).max_encoder_tokens == 1500
     assert translated(v.CircularBufferSpec(**common)).parts()[0].zeros_only
     assert translated(v.MLAAttentionSpec(**common)).head_size_v == 0
@@ -80,7 +81,8 @@ def test_what_has_no_counterpart_is_refused_by_name():
 
     from decodebench.vllm.translate import UnknownToDecodebench
 
-    spec = SinkFullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sink_len=16)
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    spec = SinkFullAttentionSpec(**shape, sink_len=16)
     with pytest.raises(UnknownToDecodebench, match="model.layers.0.*SinkFullAttentionSpec"):
         translated(spec)
 
@@ -101,13 +103,16 @@ def test_a_layout_keeps_groups_tensors_and_lengths():
             v.KVCacheTensor(size=9 * page * 2, layers=["a", "b"], layer_stride=9 * page, block_stride=page),
             v.KVCacheTensor(size=9 * page * 2, layers=["c"], layer_stride=9 * page, block_stride=page),
             v.KVCacheTensor(
-                size=9 * page * 2, layers=["d"], layer_stride=9 * page, block_stride=page // 2, offset=9 * page
+                size=9 * page * 2, layers=["d"], layer_stride=9 * page, block_stride=page // 2,
+                offset=9 * page,
             ),
         ],
         kv_cache_groups=[v.KVCacheGroupSpec(["a", "b"], window), v.KVCacheGroupSpec(["c", "d"], mixed)],
     )
     layout = layout_of(config)
     assert layout.layer_names == ("a", "b", "c", "d")
-    assert layout.placement == {"a": (0, page), "b": (9 * page, page), "c": (0, page), "d": (9 * page, page // 2)}
+    assert layout.placement == {
+        "a": (0, page), "b": (9 * page, page), "c": (0, page), "d": (9 * page, page // 2),
+    }  # fmt: skip
     assert [spec.page_size_bytes for spec in layout.groups[1].layer_specs] == [page, page // 2]
     assert (layout.num_blocks, layout.size, layout.needs_kv_cache_zeroing) == (9, 18 * page, False)
