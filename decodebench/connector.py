@@ -387,4 +387,7 @@ def fill_cache(
     worker.register_kv_caches(cache)
     if worker.startup_filled:
         zero_new_blocks(cache, batch)
-    return run_connector(scheduler, worker, batch)
+    report = run_connector(scheduler, worker, batch)
+    for layer in cache.layout.layer_names:  # the step begins, and waits for each layer's load
+        worker.wait_for_layer_load(layer)
+    return report

@@ -229,13 +229,15 @@ class FillInsideStep(ConnectorWorker):
     late: ConnectorMetadata = ConnectorMetadata()
 
     def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
-        self.late = meta
-        return FillReport(rows=[0] * len(self.layout.groups))
+        groups = len(self.layout.groups)
+        self.late, self.report = meta, FillReport(rows=[0] * groups, block_ids=[()] * groups)
+        return self.report
 
     def wait_for_layer_load(self, layer: str) -> None:
         meta, self.late = self.late, ConnectorMetadata()
         if meta.requests:
-            self.counters["seconds_in_step"] += super().start_load_kv(meta).seconds
+            vars(self.report).update(vars(super().start_load_kv(meta)))
+            self.counters["seconds_in_step"] += self.report.seconds
 
 
 def _all_but_rings(layout: KVCacheConfig) -> frozenset[int]:

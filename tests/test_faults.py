@@ -458,6 +458,20 @@ def test_a_switch_is_described_and_found_by_id_and_name(fault):
     assert (type(scheduler), type(worker)) != (ConnectorScheduler, ConnectorWorker)
 
 
+@pytest.mark.parametrize("fault", ["A13", "A15", "A17"])
+def test_faults_of_cost_leave_the_right_bytes(fault):
+    layout = small_layout([[full(), full()], [state()]], 40)
+    assert FAULTS[fault].leaves == "right bytes at a wrong cost"
+    _, fine = run(layout, admit(layout, context=[60, 60, 40], shared_prefix=32), fault, cache=layout.allocate())
+    assert fine.ok, fine
+
+
+def test_kernel_rows_are_told_beside_states_too():
+    layout = small_layout([[full(), full()], [state(), state()]], 40)
+    _, bad = run(layout, admit(layout, requests=3, context=60), "A12", cache=layout.allocate())
+    assert bad.suspects == ("A12",), bad
+
+
 def test_an_unknown_fault_is_refused_with_those_there_are():
     with pytest.raises(DecodebenchError, match="'A99'.*A1 .group-0 map."):
         faulty_halves(small_layout([full()], 8), "A99")

@@ -22,7 +22,8 @@ def cost_findings(
     counters = worker.counters
     if counters["bytes_written"] > counters["bytes_needed"]:
         written, needed, asked = (counters[name] for name in ("bytes_written", "bytes_needed", "rows_asked"))
-        found.append(f"{_named('A15')}: {written:,} bytes written, {needed:,} needed ({asked:,} rows asked for)")
+        found.append(f"{_named('A15')}: {written:,} bytes written, {needed:,} needed "
+                     f"({asked:,} rows asked for)")  # fmt: skip
     if counters["seconds_in_step"] > 0:
         found.append(f"{_named('A17')}: {counters['seconds_in_step']:.6f} s of {counters['seconds']:.6f} s "
                      "of filling lie inside a decode step")  # fmt: skip

@@ -41,7 +41,8 @@ def audit(
     """Coverage from every byte of the cache, which must have been poisoned before it was filled.
 
     ``values``: what the fill wrote (default: ``fill_cache``'s default). ``report``: what the fill
-    says it wrote; the plan's verdict is then compared with the bytes'. ``resident``: what a prefix
+    says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
+    compared with the bytes'. ``resident``: what a prefix
     hit's blocks held before (filled by a request outside this batch); without it they count as
     covered where they hold anything but poison. ``admitted``: the batch as it was filled, where
     ``batch`` is a later state of it: rows that decode steps wrote into are covered unless they are
@@ -383,21 +384,17 @@ def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillRepor
         return ("A16",)
     if only_zeros and all(getattr(spec, "dtype", "").startswith("float8") for spec in specs):
         return ("A10",)
-    return ("A12",) if _at_kernel_rows(tally, states, report, hit) else ()
+    return ("A12",) if _at_kernel_rows(tally, states, report) else ()
 
 
-def _at_kernel_rows(
-    tally: Tally, states: Sequence[np.ndarray], report: FillReport | None, hit: set[int]
-) -> bool:
-    """Whether exactly the blocks i // r hold something in part, for the ids i to be filled and one r."""
-    if not all(isinstance(tally.layout.groups[g].kv_cache_spec, AttentionSpec) for g in hit):
-        return False
+def _at_kernel_rows(tally: Tally, states: Sequence[np.ndarray], report: FillReport | None) -> bool:
+    """Whether exactly the blocks i // r were written in part, for attention's ids i and one r."""
+    layout = tally.layout
+    attention = [g for g, group in enumerate(layout.groups) if isinstance(group.kv_cache_spec, AttentionSpec)]
     try:
-        ids = rows_of(tally.layout, report) if report is not None else sound_rows(tally.layout, tally.batch)
+        rows = rows_of(layout, report) if report is not None else sound_rows(layout, tally.batch)
     except DecodebenchError:
         return False
-    partly = [set(np.nonzero((states[g] == WRONG).any(axis=0))[0].tolist()) for g in sorted(hit)]
-    return any(
-        all(found == {i // r for i in ids[g].tolist()} for g, found in zip(sorted(hit), partly))
-        for r in (2, 4, 8, 16, 32)
-    )
+    ids = {int(i) for g in attention for i in rows[g]}
+    partly = {int(b) for s in states for b in np.nonzero((s == WRONG).any(axis=0))[0]}
+    return any(partly == {i // r for i in ids} for r in (2, 4, 8, 16, 32))
