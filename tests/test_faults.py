@@ -462,7 +462,8 @@ def test_a_switch_is_described_and_found_by_id_and_name(fault):
 def test_faults_of_cost_leave_the_right_bytes(fault):
     layout = small_layout([[full(), full()], [state()]], 40)
     assert FAULTS[fault].leaves == "right bytes at a wrong cost"
-    _, fine = run(layout, admit(layout, context=[60, 60, 40], shared_prefix=32), fault, cache=layout.allocate())
+    batch = admit(layout, context=[60, 60, 40], shared_prefix=32)
+    _, fine = run(layout, batch, fault, cache=layout.allocate())
     assert fine.ok, fine
 
 
