@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -95,13 +94,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m decodebench.vllm.study", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=STORED)
     out = parser.parse_args(arguments).out
-    # one thread: tiny models gain nothing from more, and step times suffer from whoever else has the cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare_process()
+    import torch
     import vllm
 
+    # tiny models gain nothing from more threads, and step times suffer from whoever else has the cores
+    torch.set_num_threads(1)
+
     settings = {
-        "vllm": vllm.__version__, "lengths": LENGTHS, "latency": LATENCY,
+        "vllm": vllm.__version__, "lengths": LENGTHS, "latency": LATENCY, "threads": 1,
         "fill": "normal, mean 0.015, std 0.02 (ours); 0.015 (built-in)",
         "note": "tiny models with dummy weights on a CPU: step times say nothing about a GPU's",
     }  # fmt: skip
