@@ -202,7 +202,7 @@ def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) 
     elif not percent:
         axes.set_ylim(bottom=0)
     if percent:
-        axes.set_ylim(0, 1.04)
+        axes.set_ylim(0, max(1.04, 1.04 * axes.dataLim.y1))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
     elif log_y:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))

@@ -13,6 +13,7 @@ import base64
 import copy
 import getpass
 import html
+import os
 import re
 import sys
 import time
@@ -136,7 +137,8 @@ def execute(
     page = Page(path.stem, title, question, notebook)
     start = time.perf_counter()
     try:
-        client.execute()
+        # threads that wait must not spin: beside other work on the machine a step would take ten times as long
+        client.execute(env=os.environ | {"OMP_WAIT_POLICY": "passive"})
     except CellExecutionError as error:
         page.error = f"{error.ename}: {error.evalue}"
     page.seconds = time.perf_counter() - start

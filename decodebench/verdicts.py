@@ -81,14 +81,16 @@ def fill(costs) -> str:
 
 def latency(table, device: str) -> str:
     """How much the block size matters, and how near the limit a step comes, by model."""
-    said = []
-    for model, rows in table[table["status"] == "ok"].groupby("model", sort=False):
+    said, busy = [], False
+    for name, rows in table[table["status"] == "ok"].groupby("model", sort=False):
         times, share = rows["median_s"].astype(float), rows["limit_share"].astype(float)
-        said.append(
-            f"{model} {times.max() / times.min():.1f}x from best to worst block size, at most "
-            f"{share.max():.0%} of the limit"
-        )
-    return f"On this {device}: {'; '.join(said)}."
+        busy |= bool(share.max() > 1.1)
+        spread = f"{times.max() / times.min():.1f}x from best to worst block size"
+        said.append(f"{name} {spread}, at most {share.max():.0%} of the limit")
+    text = f"On this {device}: {'; '.join(said)}."
+    if busy:
+        text += " The memory was slower while its limit was measured than during the steps: other work ran too."
+    return text
 
 
 def engine(table) -> str:
