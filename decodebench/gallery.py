@@ -88,11 +88,20 @@ class Filled:
         return pages(self.audit, self.batch)
 
 
+def small_pool(layout: KVCacheConfig, requests: int, context: int, blocks: int | None = None) -> KVCacheConfig:
+    """The layout with ``blocks`` blocks, or just as many as these requests take: small enough to draw."""
+    if blocks is None:
+        batch = admit(layout, requests=requests, context=context)
+        used = [ids for group in range(len(layout.groups)) for ids in batch.block_table(group)]
+        blocks = 2 + max(max(ids, default=1) for ids in used)
+    return layout.with_num_blocks(blocks)
+
+
 def before_and_after(
-    model, requests: int, context: int, blocks: int, fault: str = "A1", memory: str = "8GiB"
+    model, requests: int, context: int, blocks: int | None = None, fault: str = "A1", memory: str = "8GiB"
 ) -> tuple[Filled, Filled]:
     """The same batch on a small pool of a model's real layout, filled with the fault and without it."""
-    layout = plan(model, memory=memory, max_model_len="auto").with_num_blocks(blocks)
+    layout = small_pool(plan(model, memory=memory, max_model_len="auto"), requests, context, blocks)
     batch = admit(layout, requests=requests, context=context)
     results = []
     for switch in (fault, None):

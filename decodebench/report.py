@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 #: parameters of each notebook by profile; without an entry a notebook's own defaults hold
 PROFILES = NOTEBOOKS / "profiles.toml"
+#: beginnings of the notebooks that tell the story of one model, whichever it is
+ONE_MODEL = ("01-", "09-")
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -65,8 +67,8 @@ def build(
 ) -> list[Page]:
     """Execute the notebooks and write their pages, the index, figures and tables to ``out``.
 
-    ``profile``: a section of notebooks/profiles.toml. ``model``: a model name or config path given to every
-    notebook that takes one; the others are left out. ``only``: beginnings of notebook names ("03").
+    ``profile``: a section of notebooks/profiles.toml. ``model``: a model name or config path for the notebooks
+    about one model (``ONE_MODEL``); the others are left out. ``only``: beginnings of notebook names ("03").
     ``parameters``: values for every notebook that has a parameter of that name. A notebook that fails
     becomes a page that ends in its error, and the others go on. Raises ``ReportError``.
     """
@@ -75,7 +77,7 @@ def build(
     paths = _chosen(only, profile)
     notebooks = {path: _read(path) for path in paths}
     if model is not None:
-        notebooks = {p: nb for p, nb in notebooks.items() if {"model", "models"} & set(parameter_names(nb))}
+        notebooks = {path: notebook for path, notebook in notebooks.items() if path.stem.startswith(ONE_MODEL)}
     # a config is named relative to where the kernel runs, so that no machine's folders reach the page
     folder_of_model = None
     if model is not None and Path(model).exists():
@@ -200,7 +202,7 @@ def _parameters(path: Path, notebook, profile: str, model) -> dict:
     if unknown:
         raise ReportError(f"{PROFILES.name}: {path.stem} has no parameter {sorted(unknown)[0]!r}")
     if model is not None:
-        given |= {"model": str(model)} if "model" in parameter_names(notebook) else {"models": [str(model)]}
+        given["model"] = str(model)
     return given
 
 
@@ -382,7 +384,7 @@ def _anonymous(text: str) -> str:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="quick", help="quick (minutes) or full")
     parser.add_argument(
-        "--model", help="one model for all notebooks that take one: a name, or the path of a config.json"
+        "--model", help="the story of one model: a name, or the path of a config.json"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("reports"), help="folder for the pages (default: reports)"
