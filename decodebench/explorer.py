@@ -198,9 +198,10 @@ def panel(view: View, asked: Choice | None = None) -> str:
     if asked and (asked.requests, asked.context) != (view.choice.requests, view.choice.context):
         note = (
             f"<p>The pool of {view.choice.blocks} blocks holds {view.choice.requests} of {asked.requests} "
-            f"requests, "
-            f"of {view.choice.context:,} tokens.</p>"
+            f"requests, of {view.choice.context:,} tokens.</p>"
         )
+    if view.choice.fault and view.audit.ok:
+        note += f"<p>{view.choice.fault} leaves no wrong byte on this layout and batch.</p>"
     answer = _short(view.audit.verdict)
     return (
         f'<div class="db-explorer"><p class="db-answer"><b>{html.escape(answer)}</b></p>{note}'
