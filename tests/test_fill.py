@@ -319,7 +319,8 @@ def test_zeros_are_filled_where_zeros_were_asked_and_zeroed_elsewhere():
 
 
 def test_inspection_works_in_chunks_smaller_than_a_row(monkeypatch):
-    monkeypatch.setitem(fill.readback.CHUNK_BYTES, "cpu", 64)
+    monkeypatch.setitem(fill.readback.LOOK_BYTES, "cpu", 64)
+    monkeypatch.setitem(fill.readback.COMPARE_BYTES, "cpu", 64)
     cache = allocate(make_layout([[attention()] * 2, [mamba(padded=256 + 64)] * 2][:1]))
     for values in (Constant(), NOISE, Tags()):
         cache.poison()

@@ -45,7 +45,7 @@ def inspect_rows(
     same bytes need not read all of them again; the others are reported as UNTOUCHED.
 
     FILLED wins where values are zeros themselves; a row of parts that are only ever zeroed
-    (packed formats, circular buffers) is ZEROED. Every byte is read from memory about once, a
+    (packed formats, circular buffers) is ZEROED. Every byte is read from memory about once, some
     MiB at a time; nothing of the size of the cache is allocated.
     """
     values = Constant() if values is None else values
@@ -71,8 +71,10 @@ def inspect_rows(
     return RowStates(states, padding)
 
 
-#: bytes a thread looks at together: on a CPU they stay in its cache between two looks
-CHUNK_BYTES = {"cpu": 512 << 10, "cuda": 64 << 20}
+#: bytes a thread looks at together: twice for a row's smallest and largest number, which must stay in
+#: the CPU's second-level cache between the looks; once against a content, where fewer calls count for more
+LOOK_BYTES = {"cpu": 512 << 10, "cuda": 64 << 20}
+COMPARE_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 def _inspect_span(
@@ -94,10 +96,10 @@ def _inspect_span(
     return filled.cpu(), zero.cpu(), poisoned.cpu()
 
 
-def _chunks(rows: torch.Tensor, row_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Pieces of ``[L, num_blocks]`` of about ``CHUNK_BYTES`` that contain all of the given rows (bool)."""
+def _chunks(rows: torch.Tensor, row_bytes: int, sizes: dict[str, int]) -> Iterator[tuple[slice, slice]]:
+    """Pieces of ``[L, num_blocks]`` of about ``sizes`` bytes that contain all of the given rows (bool)."""
     layers, blocks = rows.shape
-    chunk_bytes = CHUNK_BYTES.get(rows.device.type, CHUNK_BYTES["cuda"])
+    chunk_bytes = sizes.get(rows.device.type, sizes["cuda"])
     if rows.device.type == "cpu":
         chunk_bytes *= min(8, torch.get_num_threads())
     height = max(1, min(layers, chunk_bytes // row_bytes))
@@ -112,7 +114,7 @@ def _extremes(bits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, tor
     """Smallest and largest element of the given rows of ``[L, num_blocks, numel]``; of others, 1 and 2."""
     low = torch.full(bits.shape[:2], 1, dtype=bits.dtype, device=bits.device)
     high = torch.full_like(low, 2)
-    for chunk in _chunks(rows, bits.shape[2] * bits.itemsize):
+    for chunk in _chunks(rows, bits.shape[2] * bits.itemsize, LOOK_BYTES):
         torch.amin(bits[chunk], 2, out=low[chunk])
         torch.amax(bits[chunk], 2, out=high[chunk])
     return low, high
@@ -123,7 +125,7 @@ def _equal(span: Span, values: Values, rows: torch.Tensor) -> torch.Tensor:
     bits = span.bits
     largest = torch.full(bits.shape[:2], 1, dtype=torch.uint8, device=bits.device)
     scratch = torch.empty(0, dtype=bits.dtype, device=bits.device)
-    for layers, blocks in _chunks(rows, span.part.nbytes):
+    for layers, blocks in _chunks(rows, span.part.nbytes, COMPARE_BYTES):
         largest[layers, blocks] = 0
         for row, piece, content in values.sources(
             bits[layers, blocks],
