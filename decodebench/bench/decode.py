@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from decodebench.blocks import Batch
-from decodebench.cache import Cache
+from decodebench.cache import Cache, torch_dtype
 from decodebench.decode import measure_decode, prepare_step, small_cache
-from decodebench.specs import AttentionSpec, CrossAttentionSpec, DecodebenchError
+from decodebench.specs import AttentionSpec, CrossAttentionSpec, DecodebenchError, MambaSpec
 from decodebench.timing import bandwidth, busy, format_seconds, measure, provenance, require_device
 
 
@@ -103,11 +103,12 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
 
 LEGEND = """
 spread: from quartile to quartile, over the median; share: the time the memory needs, over the median;
-x: how many times longer another way takes (reference: float64; plain: gather and torch's attention)"""
+x: how many times longer another way takes (reference: float64; plain: gather and torch's attention;
+multiply: torch's in-place multiply of the same states)"""
 HEADER = (
     f"{'model':20s} {'kind':24s} {'layers':>6s} {'block':>6s} {'dtype':>8s} {'latency':>9s} "
     f"{'spread':>6s} {'GB/s':>6s} {'share':>6s} {'of limit':>9s} "
-    f"{'x reference':>11s} {'x plain':>8s} {'x vLLM':>7s}  backend"
+    f"{'x reference':>11s} {'x plain':>8s} {'x vLLM':>7s} {'x multiply':>10s}  backend"
 )
 
 
@@ -122,7 +123,7 @@ def line(row: dict) -> str:
         f"{row['model']:20s} {row['kind']:24s} {row['layers']:6d} {row['block_size']:6d} {row['dtype']:>8s} "
         f"{format_seconds(row['median_s']):>9s} {row['spread']:6.0%} "
         f"{row['gb_per_s']:6.1f} {row['limit_share']:6.0%} {row['limit_gbps']:5.0f} GB/s "
-        f"{times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)}"
+        f"{times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)} {times('x_multiply', 10)}"
         f"  {row['backend']}{' (' + row['fallback'] + ')' if row['fallback'] else ''}"
     )
 
@@ -150,6 +151,9 @@ def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, s
             if device.type == "cpu":
                 theirs = _vllm_seconds(cache, batch, first, seconds)
                 row["x_vllm"] = theirs and theirs / each
+        if isinstance(spec, MambaSpec):
+            states = [x.work.layer for x in layers]
+            row["x_multiply"] = _multiply_seconds(cache, batch, states, seconds) / facts["median_s"]
         rows.append(row)
     return rows
 
@@ -165,6 +169,19 @@ def _reference_seconds(cache: Cache, batch: Batch, layer: str) -> float:
     seconds = time.perf_counter() - start
     step.restore()
     return seconds
+
+
+def _multiply_seconds(cache: Cache, batch: Batch, layers: list[str], seconds: float) -> float:
+    """An in-place multiply of as many bytes in the states' own dtypes: each read and written once."""
+    parts = [part for layer in layers for part in cache.layout.layer_specs[layer].parts()]
+    shape = (len(batch.requests),)
+    states = [torch.ones(shape + p.shape, dtype=torch_dtype(p.dtype), device=cache.device) for p in parts]
+
+    def step() -> None:
+        for state in states:
+            state.mul_(0.999)
+
+    return measure(step, device=cache.device, min_seconds=seconds, min_steps=3).median
 
 
 def _geometry(cache: Cache, batch: Batch, layer: str) -> dict:
