@@ -5,8 +5,9 @@ from data.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import floor, log2
 
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MultipleLocator, NullLocator
 
 from decodebench.display import (
     INK,
@@ -15,6 +16,7 @@ from decodebench.display import (
     PALETTE,
     SKY,
     Chart,
+    bytes_text,
     chart,
     plain_number,
     share_text,
@@ -112,6 +114,8 @@ def bars(
     axes.margins(x=0.12)
     if log:
         axes.set_xscale("log")
+    elif as_text is bytes_text:  # round numbers of bytes are powers of two
+        axes.xaxis.set_major_locator(MultipleLocator(2.0 ** floor(log2(max(axes.get_xlim()[1], 4) / 4))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: on_axis(v)))
     if percent:
         axes.set_xlim(0, max(axes.get_xlim()[1], 0.01))
