@@ -123,6 +123,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
             rows = layout.compare_rows(
                 model, budget, length=arguments.length, block_size=arguments.block_size, **options
             )
+            if not arguments.json and all(row["status"] == "refused" for row in rows):
+                raise layout.LayoutRefused(f"every strategy is refused; {rows[0]['strategy']}: {rows[0]['reason']}")
             print(json.dumps(rows, indent=1) if arguments.json else listing.comparison(model.name, budget, rows))
         return 0
     if arguments.json:

@@ -251,7 +251,10 @@ def allocate(
     ``initial``: ``poison`` (every byte ``0xFF``), ``zeros``, or None (whatever the memory held).
     Raises ``AllocationRefused`` where the device has less free memory.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise AllocationRefused(f"device {device!r} is not known to torch: use 'cpu' or 'cuda'") from None
     if initial not in ("poison", "zeros", None):
         raise DecodebenchError(f"initial={initial!r}: known are 'poison', 'zeros' and None")
     free = free_memory(device)

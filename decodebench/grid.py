@@ -143,7 +143,7 @@ def _known_axis(key: str) -> str:
     if key not in AXES:
         close = difflib.get_close_matches(key, AXES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise SweepError(f"unknown key {key!r} in a grid{hint} Known are: {', '.join(AXES)}")
+        raise SweepError(f"unknown key {key!r} in a grid{hint}. Known are: {', '.join(AXES)}")
     return key
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decodebench.display import DARK_INKS
+from decodebench.models import load_model
 from decodebench.specs import DecodebenchError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -396,6 +397,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report_command(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
+    if arguments.model:
+        load_model(arguments.model)  # a name nobody knows is refused before any page is made
     pages = build(arguments.out, profile=arguments.profile, model=arguments.model, only=arguments.only)
     for page in pages:
         print(f"{page.stem:28s} {page.seconds:5.0f} s  {'; '.join(v['text'] for v in page.verdicts)}")

@@ -542,9 +542,11 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         progress=False if arguments.quiet else None,
     )
     counts = ", ".join(f"{n} {status}" for status, n in table["status"].value_counts().items())
-    print(f"{len(table)} cases ({counts}) in {arguments.out}")
+    print(f"{len(table)} case{'s' * (len(table) != 1)} of this grid ({counts}) in {arguments.out}")
     for reason, n in table["reason"].dropna().value_counts().head(5).items():
         print(f"  {n} × {reason}")
     if arguments.against:
         print(compare(arguments.against, table).to_string(index=False))
+    if not (table["status"] == "ok").any():
+        raise SweepError("no case of this grid could be measured; the reasons stand in the table and above")
     return 0

@@ -581,3 +581,10 @@ def test_the_triton_kernel_follows_the_noise_around_its_period(kernel):
         where = (shift + layer * fill.LAYER_STRIDE + 2 * fill.BLOCK_STRIDE + torch.arange(5000)) % period
         assert torch.equal(bits[layer, 2], bank[where])
     assert (bits[:, :2] == 0).all()
+
+
+def test_a_constant_that_its_dtype_cannot_hold_is_refused_before_anything_is_written():
+    cache = allocate(make_layout([[attention(dtype="float8_e4m3fn")]], num_blocks=3))
+    with pytest.raises(FillRefused, match="becomes 0 in float8_e4m3fn"):
+        fill_rows(cache, [[1]], Constant(1e-9))
+    assert (cache.storage == 0xFF).all()

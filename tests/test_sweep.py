@@ -377,7 +377,7 @@ def test_the_command_survives_kill_9_and_equals_an_uninterrupted_run(tmp_path):
         finished = rows
     assert 0 < finished < 597
     done = subprocess.run([*command, str(out)], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("597 cases (")
+    assert done.stdout.startswith("597 cases of this grid (")
     alone = sweep.run(grid, tmp_path / "alone", progress=False)
     same(sweep.read(out), alone)
     assert len(sweep.read(out).attrs["provenance"]) == 4

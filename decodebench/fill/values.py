@@ -113,7 +113,10 @@ class Constant(Values):
 
     def prepare(self, dtypes, device):
         for dtype in dtypes:
-            encode(self.mean, dtype)
+            if self.mean and not encode(self.mean, dtype):
+                raise FillRefused(
+                    f"fill value {self.mean} becomes 0 in {dtype}: take a larger one, or Zeros() if zeros are meant"
+                )
 
     def number(self, dtype):
         return encode(self.mean, dtype)

@@ -147,7 +147,7 @@ def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{text}: {path.stat().st_size} bytes are too many for a config.json")
-        content = path.read_text()
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{text}: cannot be read as text ({type(error).__name__}): is it a config.json?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from decodebench.models.fields import MAX_LAYERS
 from decodebench.specs import DecodebenchError
 
 #: --kv-cache-dtype → dtype of the values (None: the model's own); packed formats hold no plain values
@@ -69,8 +70,9 @@ class CacheOptions:
             value = getattr(self, name)
             if value is None and name in ("block_size", "kernel_block_size"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-                raise OptionError(f"{name} = {value!r}: an integer of at least {least} is expected")
+            most = MAX_LAYERS if name == "draft_layers" else 2**31 - 1
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise OptionError(f"{name} = {value!r}: an integer from {least} to {most} is expected")
         length = self.max_model_len
         if not (length is None or length == "auto" or (type(length) is int and length >= 1)):
             raise OptionError(f"max_model_len = {length!r}: a positive integer, None or 'auto' is expected")
