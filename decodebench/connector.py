@@ -349,12 +349,17 @@ def zero_new_blocks(cache: Cache, batch: Batch) -> None:
         fill_rows(cache, new, Zeros())
 
 
-def run_connector(scheduler: ConnectorScheduler, worker: ConnectorWorker, batch: Batch) -> FillReport:
-    """Admit a batch through both halves, as an engine's first step would."""
+def schedule(scheduler: ConnectorScheduler, batch: Batch) -> ConnectorMetadata:
+    """The rows that need values: a batch through the scheduler half, as an engine's first step would."""
     for blocks in batch.requests:
         external, _ = scheduler.get_num_new_matched_tokens(blocks, blocks.num_computed)
         scheduler.update_state_after_alloc(blocks, blocks.block_ids, external)
-    return worker.start_load_kv(scheduler.build_connector_meta())
+    return scheduler.build_connector_meta()
+
+
+def run_connector(scheduler: ConnectorScheduler, worker: ConnectorWorker, batch: Batch) -> FillReport:
+    """Admit a batch through both halves, as an engine's first step would."""
+    return worker.start_load_kv(schedule(scheduler, batch))
 
 
 def fill_cache(

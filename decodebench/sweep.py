@@ -327,10 +327,7 @@ def _planned_rows(layout, batch, fault: str | None):
         faults.faulty_halves(layout, fault) if fault
         else (connector.ConnectorScheduler(layout), connector.ConnectorWorker(layout))
     )  # fmt: skip
-    for request in batch.requests:
-        external, _ = scheduler.get_num_new_matched_tokens(request, request.num_computed)
-        scheduler.update_state_after_alloc(request, request.block_ids, external)
-    meta = scheduler.build_connector_meta()
+    meta = connector.schedule(scheduler, batch)
     return meta if type(worker) is connector.ConnectorWorker else worker.merge(meta)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from decodebench.blocks import NULL_BLOCK, Batch
-from decodebench.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker, startup_groups
+from decodebench.connector import (
+    ConnectorMetadata, ConnectorScheduler, ConnectorWorker, schedule, startup_groups,
+)  # fmt: skip
 from decodebench.coverage.required import (
     existing, hit_blocks, holding_rows, owners, required_rows, steps_between, written_rows,
 )  # fmt: skip
@@ -118,14 +120,7 @@ def _find_touched(tally: Tally, ids: Sequence[np.ndarray], steps) -> None:
 
 def sound_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
     """Rows that the connector without faults writes for this batch."""
-    return rows_of(layout, _metadata(ConnectorScheduler(layout), batch))
-
-
-def _metadata(scheduler: ConnectorScheduler, batch: Batch) -> ConnectorMetadata:
-    for blocks in batch.requests:
-        external, _ = scheduler.get_num_new_matched_tokens(blocks, blocks.num_computed)
-        scheduler.update_state_after_alloc(blocks, blocks.block_ids, external)
-    return scheduler.build_connector_meta()
+    return rows_of(layout, schedule(ConnectorScheduler(layout), batch))
 
 
 def equal_rows(planned: Sequence[Sequence[int]], written: Sequence[np.ndarray]) -> bool:
@@ -141,7 +136,7 @@ def plan_suspects(
     def plan(half: type[ConnectorScheduler]) -> ConnectorMetadata | None:
         if half not in plans:
             try:
-                plans[half] = _metadata(half(layout), batch)
+                plans[half] = schedule(half(layout), batch)
             except DecodebenchError:
                 plans[half] = None  # this connector would have refused the batch
         return plans[half]
