@@ -19,9 +19,16 @@ COMMANDS = {
     "plan": (__name__, "add_plan_arguments", "plan_command", "the layout of a model's cache"),
     "sweep": ("decodebench.sweep", "add_sweep_arguments", "sweep_command", "a grid of cases to a table"),
     "report": ("decodebench.report", "add_report_arguments", "report_command", "notebooks to HTML"),
-    "bench fill": ("decodebench.bench.fill", "add_arguments", "bench_fill_command", "fill speed against memset"),
+    "bench fill": (
+        "decodebench.bench.fill",
+        "add_arguments",
+        "bench_fill_command",
+        "fill speed against memset",
+    ),
     "bench decode": (
-        "decodebench.bench.decode", "add_arguments", "bench_decode_command",
+        "decodebench.bench.decode",
+        "add_arguments",
+        "bench_decode_command",
         "decode step against the bandwidth limit",
     ),
 }
@@ -31,7 +38,10 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line."""
 
     def error(self, message: str):
-        print(f"decodebench: {message} ({self.prog} --help lists all options)".replace("\n", " "), file=sys.stderr)
+        print(
+            f"decodebench: {message} ({self.prog} --help lists all options)".replace("\n", " "),
+            file=sys.stderr,
+        )
         raise SystemExit(2)
 
 
@@ -47,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = import_module(module_name)
     parser = Parser(prog=f"python -m decodebench {name}", description=help_line)
     getattr(module, add_arguments)(parser)
-    arguments = parser.parse_args(argv[len(name.split()):])
+    arguments = parser.parse_args(argv[len(name.split()) :])
     try:
         return getattr(module, run)(arguments) or 0
     except DecodebenchError as error:
@@ -66,9 +76,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     from decodebench.models.options import KV_CACHE_DTYPES, MEMORY_ORDERS, MODEL_DTYPES, STATE_DTYPES
 
     add = parser.add_argument
-    add("model", help="name of a known model, path of a config.json or of its folder, or - for standard input")
-    add("--memory", action="append", metavar="BYTES", help="bytes or a number with a unit (8GiB); may be repeated")
-    add("--block-size", type=int, metavar="TOKENS", help="tokens a block; the grain where states make it grow")
+    add(
+        "model", help="name of a known model, path of a config.json or of its folder, or - for standard input"
+    )
+    add(
+        "--memory",
+        action="append",
+        metavar="BYTES",
+        help="bytes or a number with a unit (8GiB); may be repeated",
+    )
+    add(
+        "--block-size", type=int, metavar="TOKENS", help="tokens a block; the grain where states make it grow"
+    )
     add("--dtype", default="auto", choices=MODEL_DTYPES)
     add("--kv-cache-dtype", default="auto", choices=list(KV_CACHE_DTYPES))
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="RANKS")
@@ -79,14 +98,37 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--mamba-cache-dtype", default="auto", choices=STATE_DTYPES)
     add("--mamba-ssm-cache-dtype", default="auto", choices=STATE_DTYPES)
-    add("--disable-hybrid-kv-cache-manager", action="store_true", help="allocate windows and chunks as full attention")
+    add(
+        "--disable-hybrid-kv-cache-manager",
+        action="store_true",
+        help="allocate windows and chunks as full attention",
+    )
     add("--num-speculative-tokens", type=int, default=0, metavar="TOKENS")
-    add("--draft-layers", type=int, default=0, metavar="LAYERS", help="full-attention layers of a draft model")
-    add("--kv-cache-layout", choices=MEMORY_ORDERS, help="dimensions from the outermost in; default: vLLM's choice")
-    add("--kernel-block-size", type=int, metavar="TOKENS",
-        help="tokens the kernels work on (16; 64 for latent attention). An engine on CPU: 32, with --block-size 128")
-    add("--grouping", default="auto", help="auto (vLLM's choice), hybrid, packed, promoted, separate, fixed(k), per_layer")
-    add("--length", type=int, metavar="TOKENS", help="tokens a request, for --compare (default: the maximum length)")
+    add(
+        "--draft-layers", type=int, default=0, metavar="LAYERS", help="full-attention layers of a draft model"
+    )
+    add(
+        "--kv-cache-layout",
+        choices=MEMORY_ORDERS,
+        help="dimensions from the outermost in; default: vLLM's choice",
+    )
+    add(
+        "--kernel-block-size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens the kernels work on (16; 64 for latent attention). An engine on CPU: 32, with --block-size 128",
+    )
+    add(
+        "--grouping",
+        default="auto",
+        help="auto (vLLM's choice), hybrid, packed, promoted, separate, fixed(k), per_layer",
+    )
+    add(
+        "--length",
+        type=int,
+        metavar="TOKENS",
+        help="tokens a request, for --compare (default: the maximum length)",
+    )
     add("--json", action="store_true", help="print one case in the form of an engine's dump")
     add("--compare", action="store_true", help="print the groupings side by side")
 
@@ -106,14 +148,24 @@ def plan_command(arguments: argparse.Namespace) -> int:
     options = {
         name: getattr(arguments, name)
         for name in (
-            "dtype", "kv_cache_dtype", "tensor_parallel_size", "decode_context_parallel_size", "max_model_len",
-            "max_num_batched_tokens", "async_scheduling", "enable_prefix_caching", "mamba_cache_dtype",
-            "mamba_ssm_cache_dtype", "num_speculative_tokens", "draft_layers", "kernel_block_size",
+            "dtype",
+            "kv_cache_dtype",
+            "tensor_parallel_size",
+            "decode_context_parallel_size",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "async_scheduling",
+            "enable_prefix_caching",
+            "mamba_cache_dtype",
+            "mamba_ssm_cache_dtype",
+            "num_speculative_tokens",
+            "draft_layers",
+            "kernel_block_size",
         )
     } | {
         "hybrid_kv_cache_manager": not arguments.disable_hybrid_kv_cache_manager,
         "memory_order": arguments.kv_cache_layout,
-    }  # fmt: skip
+    }
     memories = arguments.memory or [layout.DEFAULT_MEMORY]
     budgets = [layout.parse_memory(memory) for memory in memories]
     CacheOptions.of(options | {"block_size": arguments.block_size})
@@ -124,8 +176,12 @@ def plan_command(arguments: argparse.Namespace) -> int:
                 model, budget, length=arguments.length, block_size=arguments.block_size, **options
             )
             if not arguments.json and all(row["status"] == "refused" for row in rows):
-                raise layout.LayoutRefused(f"every strategy is refused; {rows[0]['strategy']}: {rows[0]['reason']}")
-            print(json.dumps(rows, indent=1) if arguments.json else listing.comparison(model.name, budget, rows))
+                raise layout.LayoutRefused(
+                    f"every strategy is refused; {rows[0]['strategy']}: {rows[0]['reason']}"
+                )
+            print(
+                json.dumps(rows, indent=1) if arguments.json else listing.comparison(model.name, budget, rows)
+            )
         return 0
     if arguments.json:
         print(json.dumps(_json_case(model, budgets, arguments, options), indent=1))

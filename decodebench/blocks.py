@@ -390,8 +390,10 @@ class KVCacheManager:
                     f"{sum(wanted.values())} blocks of pool {pool}, {len(free)} of "
                     f"{self.layout.pool_num_blocks[pool] - 1} are free: {listing}. "
                     f"{others}Admit fewer or shorter requests, or plan more memory",
-                    pool, wanted, len(free),
-                )  # fmt: skip
+                    pool,
+                    wanted,
+                    len(free),
+                )
 
     def _take(self, group: int, request_id: str) -> int:
         block_id = self._free[self.layout.groups[group].pool].popleft()

@@ -55,9 +55,13 @@ class Place:
     def view(self, layers: int = 1, layer_stride: int = 0) -> torch.Tensor:
         """Typed ``[layers, num_blocks, numel]``; ``layer_stride`` in bytes."""
         return strided(
-            self.storage, self.part.dtype, self.offset,
-            (layers, self.num_blocks, self.part.numel), (layer_stride, self.block_stride), self.part.name,
-        )  # fmt: skip
+            self.storage,
+            self.part.dtype,
+            self.offset,
+            (layers, self.num_blocks, self.part.numel),
+            (layer_stride, self.block_stride),
+            self.part.name,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +83,13 @@ class Span:
 
 
 def strided(
-    storage: torch.UntypedStorage, dtype: str, offset: int,
-    shape: tuple[int, ...], byte_strides: tuple[int, ...], what: str,
-) -> torch.Tensor:  # fmt: skip
+    storage: torch.UntypedStorage,
+    dtype: str,
+    offset: int,
+    shape: tuple[int, ...],
+    byte_strides: tuple[int, ...],
+    what: str,
+) -> torch.Tensor:
     """A typed view of a storage; the last dimension is contiguous, offset and strides are in bytes."""
     type_ = torch_dtype(dtype)
     if any(number % type_.itemsize for number in (offset, *byte_strides)):
@@ -89,7 +97,7 @@ def strided(
             f"{what}: byte offset {offset} and strides {byte_strides} are not multiples of the "
             f"{type_.itemsize} bytes of {dtype}: pad the page so that its parts are aligned"
         )
-    strides = tuple(number // type_.itemsize for number in byte_strides) + (1,)
+    strides = (*tuple(number // type_.itemsize for number in byte_strides), 1)
     view = torch.empty(0, dtype=type_, device=storage.device)
     return view.set_(storage, offset // type_.itemsize, shape, strides)
 

@@ -65,9 +65,15 @@ def capacity(layout: KVCacheConfig, length: int | None = None) -> Capacity:
             intercept += here * bytes_
     smallest = min(layout.tokens_per_block(g) for g in range(len(layout.groups)))
     return Capacity(
-        length, layout.pool_num_blocks, tuple(blocks), concurrency, int(concurrency * length),
-        layout.num_blocks // len(layout.groups) * smallest, intercept, slope,
-    )  # fmt: skip
+        length,
+        layout.pool_num_blocks,
+        tuple(blocks),
+        concurrency,
+        int(concurrency * length),
+        layout.num_blocks // len(layout.groups) * smallest,
+        intercept,
+        slope,
+    )
 
 
 def request_blocks(layout: KVCacheConfig, length: int) -> list[int]:

@@ -26,11 +26,23 @@ from decodebench.display import (
 
 @styled
 def lines(
-    frame, x: str, y: str, series: str, *, name: str, title: str, subtitle: str = "", x_label: str = "",
-    y_label: str = "", log_x: bool = True, log_y: bool = False, percent: bool = False,
+    frame,
+    x: str,
+    y: str,
+    series: str,
+    *,
+    name: str,
+    title: str,
+    subtitle: str = "",
+    x_label: str = "",
+    y_label: str = "",
+    log_x: bool = True,
+    log_y: bool = False,
+    percent: bool = False,
     spread: tuple[str, str] = (),
-    limit: tuple[float, str] | None = None, size=(8.2, 4.0),
-) -> Chart:  # fmt: skip
+    limit: tuple[float, str] | None = None,
+    size=(8.2, 4.0),
+) -> Chart:
     """One line a value of ``series``, labelled at its end; ``spread`` names columns of a band, ``limit``
     draws a level.
     """
@@ -54,10 +66,15 @@ def lines(
     if limit:
         axes.axhline(limit[0], color=MUTED, linestyle="--", linewidth=1.2)
         axes.annotate(
-            limit[1], (1, limit[0]), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+            limit[1],
+            (1, limit[0]),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 3),
             textcoords="offset points",
-            ha="right", color=MUTED, fontsize=9,
-        )  # fmt: skip
+            ha="right",
+            color=MUTED,
+            fontsize=9,
+        )
     _scales(axes, sorted(set(frame[x].astype(float))), log_x, log_y, percent)
     axes.set_xlabel(x_label or x)
     axes.set_ylabel(y_label or y)
@@ -72,11 +89,21 @@ def lines(
 
 @styled
 def bars(
-    frame, category: str, values: Mapping[str, str], *, name: str, title: str, subtitle: str = "",
+    frame,
+    category: str,
+    values: Mapping[str, str],
+    *,
+    name: str,
+    title: str,
+    subtitle: str = "",
     x_label: str = "",
-    stacked: bool = False, percent: bool = False, log: bool = False, colours: Sequence[str] = PALETTE,
-    as_text=None, size: tuple[float, float] | None = None,
-) -> Chart:  # fmt: skip
+    stacked: bool = False,
+    percent: bool = False,
+    log: bool = False,
+    colours: Sequence[str] = PALETTE,
+    as_text=None,
+    size: tuple[float, float] | None = None,
+) -> Chart:
     """Horizontal bars, a row a ``category``; ``values``: column → label. Numbers stand at the bars' ends."""
     on_axis = as_text or (lambda v: f"{100 * v:.3g}%" if percent else plain_number(v))
     as_text = as_text or (lambda v: _number(v, percent))
@@ -137,11 +164,20 @@ def bars(
 
 @styled
 def bar_panels(
-    table, category: str, column: str, panel: str, *, name: str, title: str, subtitle: str = "",
+    table,
+    category: str,
+    column: str,
+    panel: str,
+    *,
+    name: str,
+    title: str,
+    subtitle: str = "",
     x_label: str = "",
-    percent: bool = False, as_text=None, highlight: Sequence[str] = (),
+    percent: bool = False,
+    as_text=None,
+    highlight: Sequence[str] = (),
     size: tuple[float, float] | None = None,
-) -> Chart:  # fmt: skip
+) -> Chart:
     """A panel a value of ``panel``, a bar a ``category``, each panel with its own scale; a refused case says
     so.
 
@@ -151,9 +187,14 @@ def bar_panels(
     categories = list(dict.fromkeys(table[category].astype(str)))
     panels = list(dict.fromkeys(table[panel].astype(str)))
     figure, axes = chart(
-        name, title, columns=len(panels), subtitle=subtitle, sharey=True, squeeze=False,
+        name,
+        title,
+        columns=len(panels),
+        subtitle=subtitle,
+        sharey=True,
+        squeeze=False,
         size=size or (8.6, 1.6 + 0.36 * len(categories)),
-    )  # fmt: skip
+    )
     said = []
     for axis, label in zip(axes[0], panels):
         rows = {
@@ -167,10 +208,14 @@ def bar_panels(
                 axis.barh(place, value, 0.72, color=colour)
             text = as_text(value) if value is not None else ("refused" if c in rows else "")
             axis.annotate(
-                text, (value or 0, place), xytext=(4, 0), textcoords="offset points", va="center",
+                text,
+                (value or 0, place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
                 fontsize=8.5,
                 color=INK if value is not None else MUTED,
-            )  # fmt: skip
+            )
         axis.set_title(label)
         axis.set_xlim(0, 1.32 * (1 if percent and largest > 0.9 else largest))
         axis.xaxis.set_major_formatter(

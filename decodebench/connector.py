@@ -229,9 +229,14 @@ class ConnectorWorker:
         self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
         self.cache: Cache | None = None
         self.counters = {
-            "fills": 0, "rows_asked": 0, "rows_written": 0, "bytes_needed": 0, "bytes_written": 0,
-            "seconds": 0.0, "seconds_in_step": 0.0,
-        }  # fmt: skip
+            "fills": 0,
+            "rows_asked": 0,
+            "rows_written": 0,
+            "bytes_needed": 0,
+            "bytes_written": 0,
+            "seconds": 0.0,
+            "seconds_in_step": 0.0,
+        }
 
     def register_kv_caches(self, kv_caches: Cache | Mapping) -> None:
         """Take a cache of ours, or an engine's tensors per layer (checked: ``CacheMismatch``)."""

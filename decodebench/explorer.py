@@ -70,9 +70,12 @@ def look(choice: Choice) -> View:
     so that the picture follows a click at once.
     """
     layout = plan(
-        choice.model, memory=choice.memory, block_size=choice.block_size, grouping=choice.grouping,
+        choice.model,
+        memory=choice.memory,
+        block_size=choice.block_size,
+        grouping=choice.grouping,
         max_model_len="auto",
-    )  # fmt: skip
+    )
     small = miniature(layout, choice.blocks)
     choice, batch = _admitted(small, choice)
     cache = small.allocate("cpu")
@@ -111,10 +114,13 @@ def miniature(layout: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
         for group, specs in zip(layout.groups, small)
     ]
     return from_groups(
-        groups, num_blocks, layout.memory_order, max_model_len=layout.max_model_len,
+        groups,
+        num_blocks,
+        layout.memory_order,
+        max_model_len=layout.max_model_len,
         max_in_flight_tokens=layout.max_in_flight_tokens,
         decode_context_parallel_size=layout.decode_context_parallel_size,
-    )  # fmt: skip
+    )
 
 
 def _small(spec: KVCacheSpec) -> KVCacheSpec:
@@ -166,7 +172,8 @@ def picture(view: View) -> str:
     width, height = MARGIN + view.choice.blocks * CELL + 8, start * LINE + 10
     return (
         f'<svg viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px" font-size="10" '
-        f'fill="currentColor" role="img" aria-label="{html.escape(view.audit.verdict)}">{"".join(shapes)}{"".join(labels)}</svg>'
+        f'fill="currentColor" role="img" aria-label="{html.escape(view.audit.verdict)}">'
+        f"{''.join(shapes)}{''.join(labels)}</svg>"
     )
 
 
@@ -179,9 +186,11 @@ def panel(view: View, asked: Choice | None = None) -> str:
     counts = view.pages["state"].value_counts()
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:1.2em">'
-        f'<span style="display:inline-block;width:.8em;height:.8em;background:{_fill(state)}"></span> {counts[state]:,} {text}</span>'
-        for state, (_, text) in plots.PAGE_STATES.items() if state in counts
-    )  # fmt: skip
+        f'<span style="display:inline-block;width:.8em;height:.8em;background:{_fill(state)}"></span> '
+        f"{counts[state]:,} {text}</span>"
+        for state, (_, text) in plots.PAGE_STATES.items()
+        if state in counts
+    )
     capacity = view.layout.capacity(view.choice.context)
     facts = {
         "blocks in " + view.choice.memory: f"{sum(view.layout.pool_num_blocks):,}",
@@ -261,9 +270,11 @@ class Explorer:
         """The picture as a figure, for exports."""
         assert self.view is not None
         chart = plots.page_maps(
-            {self.view.title: self.view.pages}, name="explorer",
-            title="What the explorer shows", num_blocks=self.view.choice.blocks,
-        )  # fmt: skip
+            {self.view.title: self.view.pages},
+            name="explorer",
+            title="What the explorer shows",
+            num_blocks=self.view.choice.blocks,
+        )
         chart.caption = _short(self.view.audit.verdict)
         return chart
 

@@ -33,8 +33,13 @@ class Fault:
 
     @property
     def half(self) -> str:
-        return "scheduler" if self.worker is ConnectorWorker else "worker" if (
-            self.scheduler is ConnectorScheduler) else "both"  # fmt: skip
+        return (
+            "scheduler"
+            if self.worker is ConnectorWorker
+            else "worker"
+            if (self.scheduler is ConnectorScheduler)
+            else "both"
+        )
 
 
 # -- scheduler half -----------------------------------------------------------------------------
@@ -112,9 +117,10 @@ class StatesFilledWhole(NullBlockAllowed):
     def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
             tuple(range(self.layout.num_blocks_of(group)))
-            if ids and isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec) else ids
+            if ids and isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec)
+            else ids
             for group, ids in enumerate(rows)
-        ]  # fmt: skip
+        ]
 
 
 class _OtherValues(ConnectorWorker):
@@ -253,39 +259,97 @@ FAULTS: dict[str, Fault] = {
     fault.id: fault
     for fault in (
         Fault("A1", "group-0 map", "every layer is filled at group 0's block ids", worker=Group0Map),
-        Fault("A2", "one global block size", "rows of every group counted with group 0's block size",
-              OneBlockSize),
-        Fault("A3", "prefix ignored", "the fill starts at block 0 and overwrites shared blocks",
-              PrefixIgnored),
-        Fault("A4", "unaligned prefix end", "the block that a prefix hit ends in is left out",
-              PrefixEndRoundedUp),
-        Fault("A5", "null padding filled", "the null block is taken for data",
-              NullBlocksFilled, NullBlockAllowed),
-        Fault("A6", "context parallelism ignored", "a block is thought to cover one rank's tokens",
-              ContextParallelIgnored),
-        Fault("A7", "state filled whole", "every row of a state cache is written, other requests' too",
-              worker=StatesFilledWhole),
-        Fault("A8", "state as raw bytes", "states arrive as bytes and are filled with zeros",
-              worker=StatesAsRawBytes),
-        Fault("A9", "circular buffer filled", "packed integers are overwritten by floats",
-              worker=RingsFilled),
+        Fault(
+            "A2",
+            "one global block size",
+            "rows of every group counted with group 0's block size",
+            OneBlockSize,
+        ),
+        Fault(
+            "A3", "prefix ignored", "the fill starts at block 0 and overwrites shared blocks", PrefixIgnored
+        ),
+        Fault(
+            "A4",
+            "unaligned prefix end",
+            "the block that a prefix hit ends in is left out",
+            PrefixEndRoundedUp,
+        ),
+        Fault(
+            "A5",
+            "null padding filled",
+            "the null block is taken for data",
+            NullBlocksFilled,
+            NullBlockAllowed,
+        ),
+        Fault(
+            "A6",
+            "context parallelism ignored",
+            "a block is thought to cover one rank's tokens",
+            ContextParallelIgnored,
+        ),
+        Fault(
+            "A7",
+            "state filled whole",
+            "every row of a state cache is written, other requests' too",
+            worker=StatesFilledWhole,
+        ),
+        Fault(
+            "A8",
+            "state as raw bytes",
+            "states arrive as bytes and are filled with zeros",
+            worker=StatesAsRawBytes,
+        ),
+        Fault(
+            "A9", "circular buffer filled", "packed integers are overwritten by floats", worker=RingsFilled
+        ),
         Fault("A10", "fp8 cast to uint8", "0.015 becomes the byte 0", worker=Fp8CastToInteger),
-        Fault("A11", "packed format filled", "scales and packed values get arbitrary bytes",
-              worker=PackedFilled),
-        Fault("A12", "kernel blocks", "block ids are used as rows of a view with smaller blocks",
-              worker=KernelBlocksMistaken),
-        Fault("A13", "preemption forgotten", "a resumed request counts as filled and is prefilled for real",
-              PreemptedCountsAsFilled, leaves=COST),
-        Fault("A14", "silent skips", "block ids out of range and layers without a cache are dropped",
-              IdsUnchecked, SilentSkips),
-        Fault("A15", "repeated fills", "each request of a step fills what others filled",
-              worker=FilledPerRequest, leaves=COST),
-        Fault("A16", "startup fill wiped", "the engine zeroes new blocks after a fill at startup",
-              EverythingAtStartup, WorkerEverythingAtStartup, startup_fill=True),
-        Fault("A17", "fill inside the measurement", "the fill runs within the first decode step",
-              worker=FillInsideStep, leaves=COST),
+        Fault(
+            "A11", "packed format filled", "scales and packed values get arbitrary bytes", worker=PackedFilled
+        ),
+        Fault(
+            "A12",
+            "kernel blocks",
+            "block ids are used as rows of a view with smaller blocks",
+            worker=KernelBlocksMistaken,
+        ),
+        Fault(
+            "A13",
+            "preemption forgotten",
+            "a resumed request counts as filled and is prefilled for real",
+            PreemptedCountsAsFilled,
+            leaves=COST,
+        ),
+        Fault(
+            "A14",
+            "silent skips",
+            "block ids out of range and layers without a cache are dropped",
+            IdsUnchecked,
+            SilentSkips,
+        ),
+        Fault(
+            "A15",
+            "repeated fills",
+            "each request of a step fills what others filled",
+            worker=FilledPerRequest,
+            leaves=COST,
+        ),
+        Fault(
+            "A16",
+            "startup fill wiped",
+            "the engine zeroes new blocks after a fill at startup",
+            EverythingAtStartup,
+            WorkerEverythingAtStartup,
+            startup_fill=True,
+        ),
+        Fault(
+            "A17",
+            "fill inside the measurement",
+            "the fill runs within the first decode step",
+            worker=FillInsideStep,
+            leaves=COST,
+        ),
     )
-}  # fmt: skip
+}
 
 
 def faulty_halves(

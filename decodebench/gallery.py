@@ -65,12 +65,16 @@ def gallery():
         clean, sound = case.run(None)
         rows.append(
             {
-                "id": case.fault, "fault": fault.name, "what it does": fault.what,
+                "id": case.fault,
+                "fault": fault.name,
+                "what it does": fault.what,
                 "smallest case": case.situation,
-                "caught by": case.caught_by, "found with the fault": found, "found without it": sound,
+                "caught by": case.caught_by,
+                "found with the fault": found,
+                "found without it": sound,
                 "caught": caught and not clean,
             }
-        )  # fmt: skip
+        )
     return pd.DataFrame(rows)
 
 
@@ -88,7 +92,9 @@ class Filled:
         return pages(self.audit, self.batch)
 
 
-def small_pool(layout: KVCacheConfig, requests: int, context: int, blocks: int | None = None) -> KVCacheConfig:
+def small_pool(
+    layout: KVCacheConfig, requests: int, context: int, blocks: int | None = None
+) -> KVCacheConfig:
     """The layout with ``blocks`` blocks, or just as many as these requests take: small enough to draw."""
     if blocks is None:
         batch = admit(layout, requests=requests, context=context)
@@ -260,37 +266,80 @@ def _cases() -> tuple[SmallCase, ...]:
     )
     reading = "audit of the bytes"
     return (
-        SmallCase("A1", "two groups, blocks [1] and [5]", reading,
-                  filled(one_request(two, 17, (1, 2), (5, 6)))),
-        SmallCase("A2", "groups of 32 and 16 tokens a block, 33 tokens to fill", reading,
-                  filled(one_request(sizes, 34, (4, 5), (1, 2, 3)))),
-        SmallCase("A3", "32 tokens hit, 17 to fill, blocks [1, 2, 3, 4]", reading,
-                  filled(one_request(full, 50, (1, 2, 3, 4), computed=32), resident=[(1, 2)])),
-        SmallCase("A4", "a hit of 23 tokens ends inside a block of 32", reading,
-                  filled(one_request(wide, 41, (1, 2), computed=23))),
-        SmallCase("A5", "a window's table [null, null, 1, 2, 3]", reading,
-                  filled(one_request(layout_of([_window()]), 65, (0, 0, 1, 2, 3)))),
-        SmallCase("A6", "2 ranks share a block's 32 tokens, 32 hit, 64 to fill", reading,
-                  filled(one_request(split, 97, (1, 2, 3, 4), (0, 0, 0, 0, 0, 5, 6), computed=32),
-                         resident=[(1,), ()])),
-        SmallCase("A7", "one request's state in block [2] of 8", reading,
-                  filled(one_request(layout_of([state()]), 17, (2, 3)))),
-        SmallCase("A8", "a state of bfloat16 and float32 parts", reading,
-                  filled(one_request(layout_of([state()]), 17, (2, 3)))),
-        SmallCase("A9", "a ring of packed integers in block [5]", reading,
-                  filled(one_request(layout_of([ring]), 17, (5,)), Constant())),
-        SmallCase("A10", "fp8 values stored as uint8", reading,
-                  filled(one_request(layout_of([fp8]), 17, (1, 2)), Constant())),
-        SmallCase("A11", "MLA pages with scales, 656 bytes a token", reading,
-                  filled(one_request(layout_of([packed]), 17, (1, 2)), Constant())),
-        SmallCase("A12", "4 kernel blocks a block, blocks [1, 2]", reading,
-                  filled(one_request(full, 33, (1, 2, 3)))),
+        SmallCase(
+            "A1", "two groups, blocks [1] and [5]", reading, filled(one_request(two, 17, (1, 2), (5, 6)))
+        ),
+        SmallCase(
+            "A2",
+            "groups of 32 and 16 tokens a block, 33 tokens to fill",
+            reading,
+            filled(one_request(sizes, 34, (4, 5), (1, 2, 3))),
+        ),
+        SmallCase(
+            "A3",
+            "32 tokens hit, 17 to fill, blocks [1, 2, 3, 4]",
+            reading,
+            filled(one_request(full, 50, (1, 2, 3, 4), computed=32), resident=[(1, 2)]),
+        ),
+        SmallCase(
+            "A4",
+            "a hit of 23 tokens ends inside a block of 32",
+            reading,
+            filled(one_request(wide, 41, (1, 2), computed=23)),
+        ),
+        SmallCase(
+            "A5",
+            "a window's table [null, null, 1, 2, 3]",
+            reading,
+            filled(one_request(layout_of([_window()]), 65, (0, 0, 1, 2, 3))),
+        ),
+        SmallCase(
+            "A6",
+            "2 ranks share a block's 32 tokens, 32 hit, 64 to fill",
+            reading,
+            filled(
+                one_request(split, 97, (1, 2, 3, 4), (0, 0, 0, 0, 0, 5, 6), computed=32), resident=[(1,), ()]
+            ),
+        ),
+        SmallCase(
+            "A7",
+            "one request's state in block [2] of 8",
+            reading,
+            filled(one_request(layout_of([state()]), 17, (2, 3))),
+        ),
+        SmallCase(
+            "A8",
+            "a state of bfloat16 and float32 parts",
+            reading,
+            filled(one_request(layout_of([state()]), 17, (2, 3))),
+        ),
+        SmallCase(
+            "A9",
+            "a ring of packed integers in block [5]",
+            reading,
+            filled(one_request(layout_of([ring]), 17, (5,)), Constant()),
+        ),
+        SmallCase(
+            "A10",
+            "fp8 values stored as uint8",
+            reading,
+            filled(one_request(layout_of([fp8]), 17, (1, 2)), Constant()),
+        ),
+        SmallCase(
+            "A11",
+            "MLA pages with scales, 656 bytes a token",
+            reading,
+            filled(one_request(layout_of([packed]), 17, (1, 2)), Constant()),
+        ),
+        SmallCase(
+            "A12", "4 kernel blocks a block, blocks [1, 2]", reading, filled(one_request(full, 33, (1, 2, 3)))
+        ),
         SmallCase("A13", "filled, preempted, scheduled again", "the connector's counters", preempted),
         SmallCase("A14", "block 9 of a pool of 8", "an error that names it", out_of_range),
         SmallCase("A15", "4 requests share 3 blocks in one step", "the connector's counters", shared_rows),
         SmallCase("A16", "filled at startup, then zeroed on allocation", reading, zeroed_by_the_engine),
         SmallCase("A17", "the fill is left for the first step", "the connector's counters", inside_the_step),
-    )  # fmt: skip
+    )
 
 
 CASES = _cases()

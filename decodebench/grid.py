@@ -155,10 +155,14 @@ def _values(key: str, value) -> list:
 
 
 _TYPES = {
-    "int": (int,), "int | None": (int, type(None)), "bool": (bool,), "str": (str,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "bool": (bool,),
+    "str": (str,),
     "str | None": (str, type(None)),
-    "int | str | None": (int, str, type(None)), "float": (float, int),
-}  # fmt: skip
+    "int | str | None": (int, str, type(None)),
+    "float": (float, int),
+}
 
 
 def _case(point: dict) -> Case:
@@ -185,6 +189,10 @@ def _case(point: dict) -> Case:
 
 
 _POSITIVE = {
-    "block_size", "batch", "tensor_parallel_size", "decode_context_parallel_size", "max_model_len",
+    "block_size",
+    "batch",
+    "tensor_parallel_size",
+    "decode_context_parallel_size",
+    "max_model_len",
     "layers_per_group",
-}  # fmt: skip
+}

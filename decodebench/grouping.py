@@ -226,8 +226,11 @@ def packed(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
         return cdiv(bucket.repeats, repeats) if bucket.balanced and repeats is not None else 1
 
     def is_state(bucket: _Bucket) -> bool:
-        kinds = (MambaSpec, CircularBufferSpec) if repeats is not None else (
-            MambaSpec, CircularBufferSpec, SlidingWindowSpec)  # fmt: skip
+        kinds = (
+            (MambaSpec, CircularBufferSpec)
+            if repeats is not None
+            else (MambaSpec, CircularBufferSpec, SlidingWindowSpec)
+        )
         return isinstance(bucket.first, kinds)
 
     anchor = max(b.widest_group_bytes(len(b.specs) if is_state(b) else split(b)) for b in buckets)
@@ -342,16 +345,23 @@ def _as_full_attention(name: str, spec: KVCacheSpec, block_size: int | None) -> 
     if padded is not None:
         padded = max(padded, spec.unpadded_page_size_bytes * block_size // spec.block_size)
     return FullAttentionSpec(
-        block_size=block_size, page_size_padded=padded, dcp_sharded=spec.dcp_sharded,
-        block_stride_alignment=spec.block_stride_alignment, kernel_block_tokens=spec.kernel_block_tokens,
-        num_kv_heads=spec.num_kv_heads, head_size=spec.head_size, head_size_v=spec.head_size_v,
+        block_size=block_size,
+        page_size_padded=padded,
+        dcp_sharded=spec.dcp_sharded,
+        block_stride_alignment=spec.block_stride_alignment,
+        kernel_block_tokens=spec.kernel_block_tokens,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
         dtype=spec.dtype,
-        packed=spec.packed, state_content_bytes=spec.state_content_bytes,
+        packed=spec.packed,
+        state_content_bytes=spec.state_content_bytes,
         tokens_per_state=spec.tokens_per_state,
         sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
-        attention_chunk_size=spec.attention_chunk_size if isinstance(spec,
-        ChunkedLocalAttentionSpec) else None,
-    )  # fmt: skip
+        attention_chunk_size=spec.attention_chunk_size
+        if isinstance(spec, ChunkedLocalAttentionSpec)
+        else None,
+    )
 
 
 def _full_allocation(specs: Specs) -> tuple[KVCacheGroupSpec, ...] | None:

@@ -277,12 +277,18 @@ def layout_for(prepared: Prepared, budget: int) -> KVCacheConfig:
     prepared = _fitted(prepared, budget)
     counts = split_memory(prepared, budget)
     return build(
-        prepared.groups, counts, memory_order=prepared.memory_order, max_model_len=prepared.max_model_len,
+        prepared.groups,
+        counts,
+        memory_order=prepared.memory_order,
+        max_model_len=prepared.max_model_len,
         max_in_flight_tokens=prepared.options.max_in_flight_tokens,
-        decode_context_parallel_size=prepared.options.decode_context_parallel_size, budget=budget,
-        grouping=prepared.grouping, model=prepared.model, options=prepared.options,
+        decode_context_parallel_size=prepared.options.decode_context_parallel_size,
+        budget=budget,
+        grouping=prepared.grouping,
+        model=prepared.model,
+        options=prepared.options,
         resolved=prepared.resolved,
-    )  # fmt: skip
+    )
 
 
 def _fitted(prepared: Prepared, budget: int) -> Prepared:
@@ -379,9 +385,15 @@ def build(
 ) -> KVCacheConfig:
     tensors, size = place(groups, counts, memory_order)
     return KVCacheConfig(
-        tuple(groups), tensors, counts, size, memory_order=memory_order, budget=budget or size,
-        needs_kv_cache_zeroing=needs_zeroing(groups), **facts,
-    )  # fmt: skip
+        tuple(groups),
+        tensors,
+        counts,
+        size,
+        memory_order=memory_order,
+        budget=budget or size,
+        needs_kv_cache_zeroing=needs_zeroing(groups),
+        **facts,
+    )
 
 
 def _gib(number: int) -> str:
@@ -395,9 +407,13 @@ COMPARED = ("hybrid", "packed", "promoted", "separate", "fixed(2)", "fixed(4)", 
 
 
 def compare(
-    model: Model | str | Mapping, memory: int | str = DEFAULT_MEMORY, strategies: Sequence[str] = COMPARED,
-    length: int | None = None, block_size: int | None = None, **options,
-) -> pd.DataFrame:  # fmt: skip
+    model: Model | str | Mapping,
+    memory: int | str = DEFAULT_MEMORY,
+    strategies: Sequence[str] = COMPARED,
+    length: int | None = None,
+    block_size: int | None = None,
+    **options,
+) -> pd.DataFrame:
     """A row a strategy: groups, blocks, what fits, what is wasted; a refused one with its reason.
 
     ``length``: tokens a request, for concurrency, cost and waste (default: the maximum length).
@@ -409,9 +425,13 @@ def compare(
 
 
 def compare_rows(
-    model: Model | str | Mapping, memory: int | str = DEFAULT_MEMORY, strategies: Sequence[str] = COMPARED,
-    length: int | None = None, block_size: int | None = None, **options,
-) -> list[dict]:  # fmt: skip
+    model: Model | str | Mapping,
+    memory: int | str = DEFAULT_MEMORY,
+    strategies: Sequence[str] = COMPARED,
+    length: int | None = None,
+    block_size: int | None = None,
+    **options,
+) -> list[dict]:
     """``compare`` without pandas; raises where the model itself is bad, not where a strategy refuses it."""
     parse_memory(memory)
     CacheOptions.of(options | {"block_size": block_size})

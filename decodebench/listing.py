@@ -41,7 +41,7 @@ def rows(layout: KVCacheConfig) -> list[tuple[str, ...]]:
             padding(group),
             f"{blocks[g]:,}",
             group.layer_names[0],
-        )  # fmt: skip
+        )
         for g, group in enumerate(layout.groups)
     ]
 
@@ -49,11 +49,14 @@ def rows(layout: KVCacheConfig) -> list[tuple[str, ...]]:
 def describe(spec: KVCacheSpec) -> str:
     """A kind with the number that matters to it."""
     words = {
-        FullAttentionSpec: "full", MLAAttentionSpec: "latent", SlidingWindowSpec: "window",
-        SlidingWindowMLASpec: "latent window", ChunkedLocalAttentionSpec: "chunk",
+        FullAttentionSpec: "full",
+        MLAAttentionSpec: "latent",
+        SlidingWindowSpec: "window",
+        SlidingWindowMLASpec: "latent window",
+        ChunkedLocalAttentionSpec: "chunk",
         CrossAttentionSpec: "cross",
         CircularBufferSpec: "ring",
-    }  # fmt: skip
+    }
     if isinstance(spec, MambaSpec):
         return spec.mamba_type.lower().removesuffix("_attn").replace("_", " ")
     number = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
@@ -132,12 +135,20 @@ def html_table(layout: KVCacheConfig) -> str:
 
 
 COMPARISON = {
-    "strategy": "strategy", "groups": "groups", "num_blocks": "blocks", "bytes_per_block": "bytes/block",
-    "blocks_per_request": "blocks/request", "concurrency": "requests", "tokens": "tokens",
-    "intercept_bytes": "bytes/request", "slope_bytes": "bytes/token",
+    "strategy": "strategy",
+    "groups": "groups",
+    "num_blocks": "blocks",
+    "bytes_per_block": "bytes/block",
+    "blocks_per_request": "blocks/request",
+    "concurrency": "requests",
+    "tokens": "tokens",
+    "intercept_bytes": "bytes/request",
+    "slope_bytes": "bytes/token",
     "waste_padding_layers": "padding layers",
-    "waste_padded_pages": "padded pages", "waste_last_block": "last block", "waste_reserve": "reserve",
-}  # fmt: skip
+    "waste_padded_pages": "padded pages",
+    "waste_last_block": "last block",
+    "waste_reserve": "reserve",
+}
 
 
 def comparison(name: str, budget: int, compared: list[dict]) -> str:
@@ -200,16 +211,23 @@ def options_dict(grouped) -> dict:
     """What the case was planned with: an engine's options by its names, resolved where they are."""
     options = asdict(grouped.options)
     r = grouped.resolved
-    resolved = {} if r is None else {"dtype": r.dtype, "mamba_cache_mode": r.mamba_cache_mode,
-                                     "mamba_ssm_cache_dtype": r.ssm_dtype}  # fmt: skip
+    resolved = (
+        {}
+        if r is None
+        else {"dtype": r.dtype, "mamba_cache_mode": r.mamba_cache_mode, "mamba_ssm_cache_dtype": r.ssm_dtype}
+    )
     del options["memory_order"]
-    return options | resolved | {
-        "max_model_len": grouped.max_model_len,
-        "max_in_flight_tokens": grouped.options.max_in_flight_tokens,
-        "kernel_block_size": r.kernel_block_size if r else options["kernel_block_size"],
-        "kv_cache_layout": grouped.memory_order,
-        "grouping": grouped.grouping,
-    }  # fmt: skip
+    return (
+        options
+        | resolved
+        | {
+            "max_model_len": grouped.max_model_len,
+            "max_in_flight_tokens": grouped.options.max_in_flight_tokens,
+            "kernel_block_size": r.kernel_block_size if r else options["kernel_block_size"],
+            "kv_cache_layout": grouped.memory_order,
+            "grouping": grouped.grouping,
+        }
+    )
 
 
 def resolved_dict(grouped) -> dict:
@@ -217,9 +235,11 @@ def resolved_dict(grouped) -> dict:
     if r is None:
         return {}
     return {
-        "block_size": r.block_size, "mamba_block_size": r.mamba_block_size,
-        "mamba_page_size_padded": r.mamba_page_size_padded, "mamba_cache_mode": r.mamba_cache_mode,
-    }  # fmt: skip
+        "block_size": r.block_size,
+        "mamba_block_size": r.mamba_block_size,
+        "mamba_page_size_padded": r.mamba_page_size_padded,
+        "mamba_cache_mode": r.mamba_cache_mode,
+    }
 
 
 def memory_dict(layout: KVCacheConfig) -> dict:
@@ -237,46 +257,62 @@ def group_dict(group: KVCacheGroupSpec, blocks: int, grouped) -> dict:
     cache_dtype = grouped.resolved.kv_cache_dtype if grouped.resolved else "auto"
     if group.mixed:
         spec = {
-            "class": "UniformTypeKVCacheSpecs", "block_size": group.block_size,
-            "dcp_sharded": group.kv_cache_spec.dcp_sharded, "page_size_bytes": group.bytes_per_block,
+            "class": "UniformTypeKVCacheSpecs",
+            "block_size": group.block_size,
+            "dcp_sharded": group.kv_cache_spec.dcp_sharded,
+            "page_size_bytes": group.bytes_per_block,
             "prefix_cacheable": not isinstance(group.kv_cache_spec, CircularBufferSpec),
             "layers_by_spec": [
                 {"spec": spec_dict(s, cache_dtype), "layers": list(names)}
                 for s, names in group.layers_by_spec()
             ],
-        }  # fmt: skip
+        }
         page = group.bytes_per_block
     else:
         spec, page = spec_dict(group.kv_cache_spec, cache_dtype), group.kv_cache_spec.page_size_bytes
-    return {"layers": list(group.layer_names), "block_size": group.block_size, "page_size_bytes": page,
-            "blocks_per_request": blocks, "spec": spec}  # fmt: skip
+    return {
+        "layers": list(group.layer_names),
+        "block_size": group.block_size,
+        "page_size_bytes": page,
+        "blocks_per_request": blocks,
+        "spec": spec,
+    }
 
 
 def spec_dict(spec: KVCacheSpec, cache_dtype: str = "auto") -> dict:
     """A spec by vLLM's names; fields that are None are left out, fp8 values are declared uint8 as there."""
     out = {
-        "class": type(spec).__name__, "block_size": spec.block_size, "dcp_sharded": spec.dcp_sharded,
-        "page_size_bytes": spec.page_size_bytes, "unpadded_page_size_bytes": spec.unpadded_page_size_bytes,
+        "class": type(spec).__name__,
+        "block_size": spec.block_size,
+        "dcp_sharded": spec.dcp_sharded,
+        "page_size_bytes": spec.page_size_bytes,
+        "unpadded_page_size_bytes": spec.unpadded_page_size_bytes,
         "page_size_padded": spec.page_size_padded,
         "prefix_cacheable": not isinstance(spec, CircularBufferSpec),
-    }  # fmt: skip
+    }
     if isinstance(spec, MambaSpec):
         out |= {
-            "shapes": [list(shape) for shape in spec.shapes], "dtypes": list(spec.dtypes),
-            "mamba_type": spec.mamba_type, "mamba_cache_mode": spec.mamba_cache_mode,
+            "shapes": [list(shape) for shape in spec.shapes],
+            "dtypes": list(spec.dtypes),
+            "mamba_type": spec.mamba_type,
+            "mamba_cache_mode": spec.mamba_cache_mode,
             "num_speculative_blocks": spec.num_speculative_blocks,
-            "num_prefill_checkpoint_blocks": spec.num_prefill_checkpoint_blocks, "tokens_per_state": -1,
-        }  # fmt: skip
+            "num_prefill_checkpoint_blocks": spec.num_prefill_checkpoint_blocks,
+            "tokens_per_state": -1,
+        }
     if isinstance(spec, AttentionSpec):
         out |= {
-            "num_kv_heads": spec.num_kv_heads, "head_size": spec.head_size, "head_size_v": spec.head_size_v,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "head_size_v": spec.head_size_v,
             "dtype": "uint8" if spec.dtype.startswith("float8") else spec.dtype,
             "kv_quant_mode": quant_mode(spec),
-            "tokens_per_state": spec.tokens_per_state, "state_content_bytes": spec.state_content_bytes,
+            "tokens_per_state": spec.tokens_per_state,
+            "state_content_bytes": spec.state_content_bytes,
             "sliding_window": getattr(spec, "sliding_window", None),
             "alignment": getattr(spec, "alignment", None),
             "attention_chunk_size": getattr(spec, "attention_chunk_size", None),
-        }  # fmt: skip
+        }
     if isinstance(spec, SlidingWindowSpec):
         out["extra_retained_tokens"] = 0
     if isinstance(spec, SlidingWindowMLASpec):

@@ -25,7 +25,7 @@ from decodebench.display import (
     chart,
     share_text,
     styled,
-)  # fmt: skip
+)
 
 __all__ = ["bar_panels", "bars", "lines"]
 
@@ -114,9 +114,14 @@ def pages(audit, batch):
 
 @styled
 def page_maps(
-    frames: Mapping[str, object], *, name: str, title: str, subtitle: str = "", num_blocks: int | None = None,
+    frames: Mapping[str, object],
+    *,
+    name: str,
+    title: str,
+    subtitle: str = "",
+    num_blocks: int | None = None,
     size: tuple[float, float] | None = None,
-) -> Chart:  # fmt: skip
+) -> Chart:
     """Layers by blocks, one panel a table, side by side: what decode reads and what was written there.
 
     Each table is one of ``pages``: a row a page with group, kind, layer, block, state (a key of
@@ -183,10 +188,13 @@ def _group_label(frame, group: int) -> str:
 
 #: column of a sweep → what the waste is called
 WASTE = {
-    "waste_padding_layers": "padding layers", "waste_padded_pages": "padded pages",
-    "waste_last_block": "behind the last token", "waste_reserve": "kept for tokens in flight",
-    "waste_null_block": "null block", "waste_tail": "left over",
-}  # fmt: skip
+    "waste_padding_layers": "padding layers",
+    "waste_padded_pages": "padded pages",
+    "waste_last_block": "behind the last token",
+    "waste_reserve": "kept for tokens in flight",
+    "waste_null_block": "null block",
+    "waste_tail": "left over",
+}
 
 
 def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
@@ -207,10 +215,17 @@ def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
         ]
     )
     return lines(
-        frame, "block_size_ratio", "share", "connector", name="coverage-by-block-ratio", title=title,
-        subtitle=subtitle, x_label="largest block size of a group over the smallest",
-        y_label="pages read that were filled", percent=True,
-    )  # fmt: skip
+        frame,
+        "block_size_ratio",
+        "share",
+        "connector",
+        name="coverage-by-block-ratio",
+        title=title,
+        subtitle=subtitle,
+        x_label="largest block size of a group over the smallest",
+        y_label="pages read that were filled",
+        percent=True,
+    )
 
 
 def waste(table, by: str, title: str, subtitle: str = "", name: str = "waste") -> Chart:
@@ -220,10 +235,16 @@ def waste(table, by: str, title: str, subtitle: str = "", name: str = "waste") -
         "waste_tail": "left over"
     }
     return bars(
-        frame, by, shown, name=name, title=title, subtitle=subtitle, x_label="share of the memory",
+        frame,
+        by,
+        shown,
+        name=name,
+        title=title,
+        subtitle=subtitle,
+        x_label="share of the memory",
         stacked=True,
         percent=True,
-    )  # fmt: skip
+    )
 
 
 @styled
@@ -235,9 +256,15 @@ def waste_panels(
     panels = list(dict.fromkeys(table[panel].astype(str)))
     used = {c: label for c, label in WASTE.items() if (table[c].fillna(0) > 0.0005).any()}
     figure, axes = chart(
-        name, title, columns=len(panels), subtitle=subtitle, sharey=True, sharex=True, squeeze=False,
+        name,
+        title,
+        columns=len(panels),
+        subtitle=subtitle,
+        sharey=True,
+        sharex=True,
+        squeeze=False,
         size=(8.6, 1.95 + 0.36 * len(categories)),
-    )  # fmt: skip
+    )
     said = []
     for axis, label in zip(axes[0], panels):
         rows = {str(row[by]): row for row in table[table[panel].astype(str) == label].to_dict("records")}
@@ -258,9 +285,14 @@ def waste_panels(
             ok = value_of(rows.get(category), "waste_tail") is not None
             text = share_text(left) if ok else ("refused" if category in rows else "")
             axis.annotate(
-                text, (left, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5,
+                text,
+                (left, place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
                 color=INK if ok else MUTED,
-            )  # fmt: skip
+            )
             totals.append(f"{category} {text}")
         axis.set_title(label)
         axis.set_xlim(0, 1.25)
@@ -284,9 +316,17 @@ def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
     frame["waste"] = frame[list(WASTE)].sum(axis=1)
     frame = frame.drop_duplicates(["model", "block_in_use"])
     return lines(
-        frame, "block_in_use", "waste", "model", name="waste-by-block-size", title=title, subtitle=subtitle,
-        x_label="block size in use (tokens)", y_label="share of the memory", percent=True,
-    )  # fmt: skip
+        frame,
+        "block_in_use",
+        "waste",
+        "model",
+        name="waste-by-block-size",
+        title=title,
+        subtitle=subtitle,
+        x_label="block size in use (tokens)",
+        y_label="share of the memory",
+        percent=True,
+    )
 
 
 def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Chart:
@@ -294,9 +334,17 @@ def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Ch
     frame = table[table["status"] == "ok"].copy()
     frame["length"] = frame["context"].astype("string").astype("Int64")
     return lines(
-        frame, "length", "concurrency", series, name="capacity", title=title, subtitle=subtitle,
-        x_label="tokens of each request", y_label="requests that fit at once", log_y=True,
-    )  # fmt: skip
+        frame,
+        "length",
+        "concurrency",
+        series,
+        name="capacity",
+        title=title,
+        subtitle=subtitle,
+        x_label="tokens of each request",
+        y_label="requests that fit at once",
+        log_y=True,
+    )
 
 
 def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Chart:
@@ -309,10 +357,17 @@ def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Cha
     order = {model: i for i, model in enumerate(dict.fromkeys(frame["model"]))}
     gain = gain.sort_values("model", key=lambda names: names.map(order), kind="stable")
     return lines(
-        gain, "length", "gain", "model", name="dtype-gain", title=title, subtitle=subtitle,
-        x_label="tokens of each request", y_label=f"requests with {small} / without",
+        gain,
+        "length",
+        "gain",
+        "model",
+        name="dtype-gain",
+        title=title,
+        subtitle=subtitle,
+        x_label="tokens of each request",
+        y_label=f"requests with {small} / without",
         limit=(2.0, "half the bytes: 2x"),
-    )  # fmt: skip
+    )
 
 
 def latency(
@@ -325,11 +380,17 @@ def latency(
     for column in ("median_s", "q1_s", "q3_s", "limit_s"):
         frame[column.replace("_s", "_ms")] = 1e3 * frame[column]
     figure = lines(
-        frame, x, "median_ms", series, name=name, title=title, subtitle=subtitle,
+        frame,
+        x,
+        "median_ms",
+        series,
+        name=name,
+        title=title,
+        subtitle=subtitle,
         y_label="one decode step (ms)",
         x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "),
         spread=("q1_ms", "q3_ms"),
-    )  # fmt: skip
+    )
     for i, (_, part) in enumerate(frame.groupby(series, sort=False)):
         part = part.sort_values(x)
         figure.axes[0].plot(
@@ -344,11 +405,17 @@ def limit_share(
     """Share of the memory's speed that a step reaches, against ``x``."""
     frame = table[table["status"] == "ok"]
     return lines(
-        frame, x, "limit_share", series, name=name, title=title, subtitle=subtitle,
+        frame,
+        x,
+        "limit_share",
+        series,
+        name=name,
+        title=title,
+        subtitle=subtitle,
         y_label="of this machine's measured limit",
         x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "),
         percent=True,
-    )  # fmt: skip
+    )
 
 
 def block_growth(table, title: str, subtitle: str = "") -> Chart:
@@ -361,9 +428,14 @@ def block_growth(table, title: str, subtitle: str = "") -> Chart:
         + " states"
     )
     return bars(
-        table.assign(label=label), "label", {"block_in_use": "block size"}, name="block-growth", title=title,
-        subtitle=subtitle, x_label="tokens that one block covers",
-    )  # fmt: skip
+        table.assign(label=label),
+        "label",
+        {"block_in_use": "block size"},
+        name="block-growth",
+        title=title,
+        subtitle=subtitle,
+        x_label="tokens that one block covers",
+    )
 
 
 # -- fill and decode -------------------------------------------------------------------------------
@@ -374,9 +446,10 @@ def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
     ``bench.fill.measure_case``).
     """
     frame = costs.assign(
-        label=costs["case"] + ", " + costs["values"], ours=costs["memset_s"] / costs["ours_s"],
+        label=costs["case"] + ", " + costs["values"],
+        ours=costs["memset_s"] / costs["ours_s"],
         naive=costs["memset_s"] / costs["naive_s"].astype(float),
-    )  # fmt: skip
+    )
     shown = {"ours": "one pass (ours)", "naive": "naive loop"}
     if costs["vllm_s"].notna().any():
         frame["vllm"] = costs["memset_s"] / costs["vllm_s"].astype(float)
@@ -401,10 +474,16 @@ def by_fault(
 
     label = [f"{f} {FAULTS[f].name}" if isinstance(f, str) else "no fault" for f in table["fault"]]
     return bars(
-        table.assign(label=label), "label", {column: column}, name=name, title=title, subtitle=subtitle,
+        table.assign(label=label),
+        "label",
+        {column: column},
+        name=name,
+        title=title,
+        subtitle=subtitle,
         x_label=x_label,
-        percent=percent, as_text=bytes_text if column.endswith("bytes") else None,
-    )  # fmt: skip
+        percent=percent,
+        as_text=bytes_text if column.endswith("bytes") else None,
+    )
 
 
 def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
@@ -415,14 +494,21 @@ def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
     frame = pd.DataFrame(
         {
             "what": ["the resident step", "a step with the fill inside"],
-            "step": [1e3 * row["median_s"]] * 2, "fill": [0.0, 1e3 * row["fill_seconds"]],
+            "step": [1e3 * row["median_s"]] * 2,
+            "fill": [0.0, 1e3 * row["fill_seconds"]],
         }
-    )  # fmt: skip
+    )
     return bars(
-        frame, "what", {"step": "decode step", "fill": "fill"}, name="fill-and-step", title=title,
+        frame,
+        "what",
+        {"step": "decode step", "fill": "fill"},
+        name="fill-and-step",
+        title=title,
         subtitle=subtitle,
-        x_label="milliseconds", stacked=True, as_text=lambda v: f"{v:.3g} ms",
-    )  # fmt: skip
+        x_label="milliseconds",
+        stacked=True,
+        as_text=lambda v: f"{v:.3g} ms",
+    )
 
 
 def by_kind(table, title: str, subtitle: str = "") -> Chart:
@@ -434,10 +520,15 @@ def by_kind(table, title: str, subtitle: str = "") -> Chart:
     frame["measured"] = 1e3 * frame["median_s"] / frame["layers"]
     frame["needed"] = 1e3 * frame["limit_s"] / frame["layers"]
     return bars(
-        frame, "label", {"measured": "measured", "needed": "what the memory needs"}, name="by-kind",
+        frame,
+        "label",
+        {"measured": "measured", "needed": "what the memory needs"},
+        name="by-kind",
         title=title,
-        subtitle=subtitle, x_label="one layer of one decode step (ms)", as_text=lambda v: f"{v:.3g} ms",
-    )  # fmt: skip
+        subtitle=subtitle,
+        x_label="one layer of one decode step (ms)",
+        as_text=lambda v: f"{v:.3g} ms",
+    )
 
 
 # -- the real engine -------------------------------------------------------------------------------
@@ -456,9 +547,15 @@ def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
     wide["label"] = wide["model"] + " · " + wide["kind"].str.replace("_", " ")
     shown = {name: name for name in dict.fromkeys(table["connector"])}
     return bars(
-        wide, "label", shown, name="engine-coverage", title=title, subtitle=subtitle, percent=True,
+        wide,
+        "label",
+        shown,
+        name="engine-coverage",
+        title=title,
+        subtitle=subtitle,
+        percent=True,
         x_label="of the pages that the first decode step reads",
-    )  # fmt: skip
+    )
 
 
 def engine_steps(latency):

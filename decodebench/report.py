@@ -78,7 +78,9 @@ def build(
     paths = _chosen(only, profile)
     notebooks = {path: _read(path) for path in paths}
     if model is not None:
-        notebooks = {path: notebook for path, notebook in notebooks.items() if path.stem.startswith(ONE_MODEL)}
+        notebooks = {
+            path: notebook for path, notebook in notebooks.items() if path.stem.startswith(ONE_MODEL)
+        }
     # a config is named relative to where the kernel runs, so that no machine's folders reach the page
     folder_of_model = None
     if model is not None and Path(model).exists():
@@ -129,13 +131,17 @@ def execute(
     manager = AsyncKernelManager(kernel_name="python3")
     manager._kernel_spec = KernelSpec(
         argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"],
-        display_name="Python 3", language="python",
-    )  # fmt: skip
+        display_name="Python 3",
+        language="python",
+    )
     client = NotebookClient(
-        notebook, km=manager, timeout=None, store_widget_state=False,
+        notebook,
+        km=manager,
+        timeout=None,
+        store_widget_state=False,
         resources={"metadata": {"path": str(folder or path.parent)}},
         on_cell_executed=(lambda **_: on_cell()) if on_cell else None,
-    )  # fmt: skip
+    )
     title, question = _heading(notebook)
     page = Page(path.stem, title, question, notebook)
     start = time.perf_counter()
@@ -270,11 +276,14 @@ def _write_page(page: Page, out: Path, previous: str | None, following: str | No
     exporter.environment.globals |= {"render": lambda output: _render(output), "label": _label}
     resources = {
         "page": {
-            "title": html.escape(page.title), "verdicts": page.verdicts, "previous": previous,
+            "title": html.escape(page.title),
+            "verdicts": page.verdicts,
+            "previous": previous,
             "next": following,
-            "css": _css(), "footer": f"{page.stem} · {profile} profile · executed in {page.seconds:.0f} s",
+            "css": _css(),
+            "footer": f"{page.stem} · {profile} profile · executed in {page.seconds:.0f} s",
         }
-    }  # fmt: skip
+    }
     text, _ = exporter.from_notebook_node(page.notebook, resources)
     _anonymous_write(out / page.file, text)
 
@@ -290,8 +299,10 @@ def _write_index(pages: Sequence[Page], out: Path, profile: str, model) -> None:
     )
     text = environment.get_template("index.html.j2").render(
         heading="decodebench report" + (f": {Path(model).stem}" if model is not None else ""),
-        pages=pages, css=_css(), footer=f"{where}{', '.join(shown)}; {profile} profile.",
-    )  # fmt: skip
+        pages=pages,
+        css=_css(),
+        footer=f"{where}{', '.join(shown)}; {profile} profile.",
+    )
     _anonymous_write(out / "index.html", text)
 
 
@@ -384,9 +395,7 @@ def _anonymous(text: str) -> str:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="quick", help="quick (minutes) or full")
-    parser.add_argument(
-        "--model", help="the story of one model: a name, or the path of a config.json"
-    )
+    parser.add_argument("--model", help="the story of one model: a name, or the path of a config.json")
     parser.add_argument(
         "--out", type=Path, default=Path("reports"), help="folder for the pages (default: reports)"
     )

@@ -446,7 +446,12 @@ def _round_page_up(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> None:
 def _slot_family(spec: KVCacheSpec) -> type[KVCacheSpec]:
     """The kind that all layers of a group of mixed pages must be of."""
     families = (
-        FullAttentionSpec, CircularBufferSpec, SlidingWindowMLASpec, SlidingWindowSpec,
-        ChunkedLocalAttentionSpec, CrossAttentionSpec, MambaSpec,
-    )  # fmt: skip
+        FullAttentionSpec,
+        CircularBufferSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        MambaSpec,
+    )
     return next((family for family in families if isinstance(spec, family)), type(spec))

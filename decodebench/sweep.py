@@ -36,26 +36,43 @@ class Column:
 
 
 _AXIS_MEANINGS = {
-    "model": "model name or config path", "hf_overrides": "fields of the config changed",
-    "measure": "how far the case goes", "memory": "budget planned for",
-    "block_size": "block size asked for; empty: vLLM's choice", "grouping": "strategy that made the groups",
-    "memory_order": "order asked for; empty: vLLM's choice", "context": "tokens a request, or a mix",
-    "batch": "requests", "shared_prefix": "tokens hit in the prefix cache",
+    "model": "model name or config path",
+    "hf_overrides": "fields of the config changed",
+    "measure": "how far the case goes",
+    "memory": "budget planned for",
+    "block_size": "block size asked for; empty: vLLM's choice",
+    "grouping": "strategy that made the groups",
+    "memory_order": "order asked for; empty: vLLM's choice",
+    "context": "tokens a request, or a mix",
+    "batch": "requests",
+    "shared_prefix": "tokens hit in the prefix cache",
     "kv_cache_dtype": "KV cache type asked for",
-    "mamba_ssm_cache_dtype": "type of recurrent states asked for", "tensor_parallel_size": "TP",
+    "mamba_ssm_cache_dtype": "type of recurrent states asked for",
+    "tensor_parallel_size": "TP",
     "decode_context_parallel_size": "DCP",
-    "enable_prefix_caching": "states kept at block boundaries", "max_model_len": "length asked for",
-    "fault": "historic defect switched on; empty: none", "values": "what was written",
+    "enable_prefix_caching": "states kept at block boundaries",
+    "max_model_len": "length asked for",
+    "fault": "historic defect switched on; empty: none",
+    "values": "what was written",
     "layers_per_group": "layers of a group that were allocated; empty: all",
-    "backend": "decode implementation", "device": "where", "cold": "caches flushed before every step",
-    "min_seconds": "time for the clock", "seed": "of values, block tables and queries",
-}  # fmt: skip
+    "backend": "decode implementation",
+    "device": "where",
+    "cold": "caches flushed before every step",
+    "min_seconds": "time for the clock",
+    "seed": "of values, block tables and queries",
+}
 _AXIS_DTYPES = {
-    "block_size": "Int64", "batch": "Int64", "shared_prefix": "Int64", "tensor_parallel_size": "Int64",
-    "decode_context_parallel_size": "Int64", "enable_prefix_caching": "boolean", "cold": "boolean",
+    "block_size": "Int64",
+    "batch": "Int64",
+    "shared_prefix": "Int64",
+    "tensor_parallel_size": "Int64",
+    "decode_context_parallel_size": "Int64",
+    "enable_prefix_caching": "boolean",
+    "cold": "boolean",
     "seed": "Int64",
-    "min_seconds": "Float64", "layers_per_group": "Int64",
-}  # fmt: skip
+    "min_seconds": "Float64",
+    "layers_per_group": "Int64",
+}
 _AXIS_UNITS = {
     "block_size": "tokens",
     "batch": "requests",
@@ -256,8 +273,16 @@ def _shape(case: Case) -> Case:
 
 
 _SHAPELESS = (
-    "measure", "fault", "values", "layers_per_group", "backend", "device", "cold", "min_seconds", "seed",
-)  # fmt: skip
+    "measure",
+    "fault",
+    "values",
+    "layers_per_group",
+    "backend",
+    "device",
+    "cold",
+    "min_seconds",
+    "seed",
+)
 
 
 @lru_cache(maxsize=2)
@@ -266,12 +291,18 @@ def _plan(shape: Case):
     from decodebench import layout as layouts
 
     return layouts.plan(
-        _model(shape.model, shape.hf_overrides), memory=shape.memory, block_size=shape.block_size,
-        grouping=shape.grouping, memory_order=shape.memory_order, kv_cache_dtype=shape.kv_cache_dtype,
-        mamba_ssm_cache_dtype=shape.mamba_ssm_cache_dtype, tensor_parallel_size=shape.tensor_parallel_size,
-        decode_context_parallel_size=shape.decode_context_parallel_size, max_model_len=shape.max_model_len,
+        _model(shape.model, shape.hf_overrides),
+        memory=shape.memory,
+        block_size=shape.block_size,
+        grouping=shape.grouping,
+        memory_order=shape.memory_order,
+        kv_cache_dtype=shape.kv_cache_dtype,
+        mamba_ssm_cache_dtype=shape.mamba_ssm_cache_dtype,
+        tensor_parallel_size=shape.tensor_parallel_size,
+        decode_context_parallel_size=shape.decode_context_parallel_size,
+        max_model_len=shape.max_model_len,
         enable_prefix_caching=shape.enable_prefix_caching,
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=1)
@@ -295,15 +326,21 @@ def _layout(case: Case, made: dict) -> dict:
     longest = layout.capacity(max(contexts))
     waste = layout.waste(max(contexts)).shares()
     return {
-        "groups": len(layout.groups), "layers": len(layout.layer_names),
-        "group_block_sizes": ",".join(map(str, sizes)), "block_in_use": max(sizes),
+        "groups": len(layout.groups),
+        "layers": len(layout.layer_names),
+        "group_block_sizes": ",".join(map(str, sizes)),
+        "block_in_use": max(sizes),
         "block_size_ratio": max(sizes) / min(sizes),
         "group_kinds": ",".join(group.kind for group in layout.groups),
-        "bytes_per_block": layout.bytes_per_block(), "num_blocks": sum(layout.pool_num_blocks),
-        "blocks_per_request": mean, "concurrency": longest.concurrency, "tokens": longest.tokens,
-        "intercept_bytes": longest.intercept_bytes, "slope_bytes": longest.slope_bytes,
+        "bytes_per_block": layout.bytes_per_block(),
+        "num_blocks": sum(layout.pool_num_blocks),
+        "blocks_per_request": mean,
+        "concurrency": longest.concurrency,
+        "tokens": longest.tokens,
+        "intercept_bytes": longest.intercept_bytes,
+        "slope_bytes": longest.slope_bytes,
         **{f"waste_{cause}": share for cause, share in waste.items() if cause != "content"},
-    }  # fmt: skip
+    }
 
 
 def _coverage(case: Case, made: dict) -> dict:
@@ -324,9 +361,10 @@ def _planned_rows(layout, batch, fault: str | None):
     from decodebench import connector, faults
 
     scheduler, worker = (
-        faults.faulty_halves(layout, fault) if fault
+        faults.faulty_halves(layout, fault)
+        if fault
         else (connector.ConnectorScheduler(layout), connector.ConnectorWorker(layout))
-    )  # fmt: skip
+    )
     meta = connector.schedule(scheduler, batch)
     return meta if type(worker) is connector.ConnectorWorker else worker.merge(meta)
 
@@ -334,10 +372,13 @@ def _planned_rows(layout, batch, fault: str | None):
 def _columns(audit) -> dict:
     groups = audit.groups
     return {
-        "required_pages": audit.required, "coverage": audit.coverage,
-        "worst_group_coverage": float(groups["coverage"].min()), "verdict": audit.verdict,
-        "stray_pages": int(groups["stray"].sum()), "clobbered_pages": int(groups["clobbered"].sum()),
-    }  # fmt: skip
+        "required_pages": audit.required,
+        "coverage": audit.coverage,
+        "worst_group_coverage": float(groups["coverage"].min()),
+        "verdict": audit.verdict,
+        "stray_pages": int(groups["stray"].sum()),
+        "clobbered_pages": int(groups["clobbered"].sum()),
+    }
 
 
 def _audit(case: Case, made: dict) -> dict:
@@ -367,9 +408,11 @@ def _audit(case: Case, made: dict) -> dict:
         return filled  # only values that tell layer and block apart can be audited
     found = coverage.audit(cache, batch, values, report)
     states = found.groups
-    return filled | _columns(found) | {
-        "wrong_pages": int(states["wrong"].sum()), "zeroed_pages": int(states["zeroed"].sum()),
-    }  # fmt: skip
+    return (
+        filled
+        | _columns(found)
+        | {"wrong_pages": int(states["wrong"].sum()), "zeroed_pages": int(states["zeroed"].sum())}
+    )
 
 
 def _decode(case: Case, made: dict) -> dict:
@@ -386,10 +429,13 @@ def _decode(case: Case, made: dict) -> dict:
     timing = measured.timing.to_dict()
     kept = ("median_s", "q1_s", "q3_s", "p10_s", "p90_s", "steps", "clock")
     return {name: timing[name] for name in kept} | {
-        "bytes_moved": measured.bytes_read + measured.bytes_written, "gb_per_s": measured.gbps,
-        "limit_s": measured.limit, "limit_share": measured.share, "backend_used": measured.backend,
+        "bytes_moved": measured.bytes_read + measured.bytes_written,
+        "gb_per_s": measured.gbps,
+        "limit_s": measured.limit,
+        "limit_share": measured.share,
+        "backend_used": measured.backend,
         "notes": "; ".join((*measured.fallbacks, *measured.notes)) or None,
-    }  # fmt: skip
+    }
 
 
 STAGES = {"layout": _layout, "coverage": _coverage, "audit": _audit, "decode": _decode}
@@ -399,9 +445,18 @@ STAGES = {"layout": _layout, "coverage": _coverage, "audit": _audit, "decode": _
 
 #: what two sweeps are compared by, where both have it
 METRICS = (
-    "median_s", "gb_per_s", "limit_share", "fill_seconds", "coverage", "worst_group_coverage", "num_blocks",
-    "blocks_per_request", "concurrency", "intercept_bytes", "slope_bytes",
-)  # fmt: skip
+    "median_s",
+    "gb_per_s",
+    "limit_share",
+    "fill_seconds",
+    "coverage",
+    "worst_group_coverage",
+    "num_blocks",
+    "blocks_per_request",
+    "concurrency",
+    "intercept_bytes",
+    "slope_bytes",
+)
 
 
 def compare(a, b, *, across: Sequence[str] = (), partial: bool = False, metrics: Sequence[str] = METRICS):

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -77,8 +77,14 @@ class Timing:
     def to_dict(self) -> dict[str, object]:
         """Flat columns for a result row: seconds, counts, and how it was measured."""
         return {
-            "median_s": self.median, "q1_s": self.q1, "q3_s": self.q3, "p10_s": self.p10, "p90_s": self.p90,
-            "steps": self.steps, "cache_state": "cold" if self.cold else "warm", "clock": self.method,
+            "median_s": self.median,
+            "q1_s": self.q1,
+            "q3_s": self.q3,
+            "p10_s": self.p10,
+            "p90_s": self.p90,
+            "steps": self.steps,
+            "cache_state": "cold" if self.cold else "warm",
+            "clock": self.method,
         }
 
     def __str__(self) -> str:
@@ -342,7 +348,7 @@ def provenance(
         "decodebench": __version__,
         "commit": commit,
         "uncommitted_changes": dirty,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "settings": dict(settings or {}),
     }

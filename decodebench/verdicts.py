@@ -58,7 +58,9 @@ def model(layout, context: int, with_fault: float) -> str:
     if groups == 1:
         missed += "misses nothing, there is one group"
     else:
-        missed += f"covers {share_text(with_fault)} of what decode reads, one by each group's own table all of it"
+        missed += (
+            f"covers {share_text(with_fault)} of what decode reads, one by each group's own table all of it"
+        )
     return (
         f"{layout.model.name}: {groups} group{'s' if groups > 1 else ''}, {fits.concurrency:,.1f} requests "
         f"of {length:,} tokens in "
@@ -89,7 +91,9 @@ def latency(table, device: str) -> str:
         said.append(f"{name} {spread}, at most {share.max():.0%} of the limit")
     text = f"On this {device}: {'; '.join(said)}."
     if busy:
-        text += " The memory was slower while its limit was measured than during the steps: other work ran too."
+        text += (
+            " The memory was slower while its limit was measured than during the steps: other work ran too."
+        )
     return text
 
 

@@ -14,10 +14,19 @@ from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--remote-allow-origins=*",
-    "--remote-debugging-port=0", "--window-size=1200,1000",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--hide-scrollbars",
+    "--remote-allow-origins=*",
+    "--remote-debugging-port=0",
+    "--window-size=1200,1000",
+)
 
 
 class Browser:
@@ -29,8 +38,9 @@ class Browser:
         self.profile = tempfile.mkdtemp(prefix="browser-")
         self.process = subprocess.Popen(
             [CHROMIUM, *FLAGS, f"--user-data-dir={self.profile}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             port_file = Path(self.profile, "DevToolsActivePort")
             self._wait(lambda: port_file.exists() and "\n" in port_file.read_text(), 60, "Chromium to start")

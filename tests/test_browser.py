@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from browser import CHROMIUM, Browser  # noqa: E402
+from browser import CHROMIUM, Browser
 
-from decodebench import report  # noqa: E402
+from decodebench import report
 
 pytestmark = pytest.mark.skipif(
     not CHROMIUM, reason="Chromium is not installed (Debian: apt-get install chromium): pages were not opened"
@@ -101,11 +101,20 @@ def lab(tmp_path_factory):
     log = open(folder.parent / "lab.log", "w")
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
-            "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}", "--expose-app-in-browser",
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            f"--port={port}",
+            "--IdentityProvider.token=",
+            f"--ServerApp.root_dir={folder}",
+            "--expose-app-in-browser",
         ],
-        stdout=log, stderr=subprocess.STDOUT, cwd=report.ROOT,
-    )  # fmt: skip
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=report.ROOT,
+    )
     try:
         address = f"http://127.0.0.1:{port}"
         end = time.monotonic() + 60

@@ -86,8 +86,9 @@ def test_state_parts_have_their_own_dtypes_inside_a_padded_page():
     cache = allocate(make_layout([[spec] * 2]))
     parts = cache.view("group0.layer1")
     assert {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()} == {
-        "conv": (torch.bfloat16, (8, 3, 8)), "ssm": (torch.float32, (8, 2, 4, 8)),
-    }  # fmt: skip
+        "conv": (torch.bfloat16, (8, 3, 8)),
+        "ssm": (torch.float32, (8, 2, 4, 8)),
+    }
     parts["conv"].fill_(1)
     parts["ssm"].fill_(2)
     page = cache.pages("group0.layer1")[5]

@@ -18,8 +18,15 @@ def config(name: str, **changes) -> dict:
 
 
 def delta(layers: int, **changes) -> dict:
-    return config("qwen3.5-default", num_hidden_layers=layers, layer_types=None, full_attention_interval=4,
-                  max_position_embeddings=262144, mamba_ssm_dtype="float32", **changes)  # fmt: skip
+    return config(
+        "qwen3.5-default",
+        num_hidden_layers=layers,
+        layer_types=None,
+        full_attention_interval=4,
+        max_position_embeddings=262144,
+        mamba_ssm_dtype="float32",
+        **changes,
+    )
 
 
 QWEN_08B = delta(
@@ -30,13 +37,23 @@ QWEN_27B = delta(
 )
 QWEN_35B = delta(40, hidden_size=2048, num_attention_heads=16, num_key_value_heads=2)
 GRANITE_SMALL = config(
-    "granite-4.0-h-tiny", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, mamba_n_heads=128,
-    mamba_d_head=64, num_hidden_layers=40, layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
-)  # fmt: skip
+    "granite-4.0-h-tiny",
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    mamba_n_heads=128,
+    mamba_d_head=64,
+    num_hidden_layers=40,
+    layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+)
 NEMOTRON_NANO = config(
-    "nemotron-h-8b", hidden_size=4480, num_attention_heads=40, mamba_head_dim=80, num_hidden_layers=56,
+    "nemotron-h-8b",
+    hidden_size=4480,
+    num_attention_heads=40,
+    mamba_head_dim=80,
+    num_hidden_layers=56,
     hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-)  # fmt: skip
+)
 
 
 def gib(number: float) -> int:
@@ -59,10 +76,18 @@ def test_qwen3_next_on_two_ranks():
     [
         (QWEN_08B, 61.818, 544, "2.64%", 9929, 3_697_198, "451.32", {"max_model_len": 8192}),
         (QWEN_27B, 18.61, 784, "0.13%", 388, 298_275, "1.14", {}),
-        (QWEN_35B, 66.58, 2128, None, 2982, 5_747_892, "21.93",
-         {"kv_cache_dtype": "fp8", "num_speculative_tokens": 2, "draft_layers": 1}),
+        (
+            QWEN_35B,
+            66.58,
+            2128,
+            None,
+            2982,
+            5_747_892,
+            "21.93",
+            {"kv_cache_dtype": "fp8", "num_speculative_tokens": 2, "draft_layers": 1},
+        ),
     ],
-)  # fmt: skip
+)
 def test_delta_nets_with_prefix_caching(model, memory, block, padding, blocks, tokens, times, options):
     layout = plan(model, gib(memory), **options)
     c, lines = capacity(layout), layout.log_lines()
@@ -71,9 +96,13 @@ def test_delta_nets_with_prefix_caching(model, memory, block, padding, blocks, t
     assert lines[0].startswith(f"Setting attention block size to {block} tokens")
     # the padding line is printed only where the padding is not zero
     assert [line for line in lines if "Padding mamba page size" in line] == (
-        [f"Padding mamba page size by {padding} to ensure that mamba page size and attention page size are "
-         "exactly equal."] if padding else []
-    )  # fmt: skip
+        [
+            f"Padding mamba page size by {padding} to ensure that mamba page size and attention page size are "
+            "exactly equal."
+        ]
+        if padding
+        else []
+    )
     if options.get("draft_layers"):
         assert "Add 3 padding layers, may waste at most 10.00% KV cache memory" in lines
 

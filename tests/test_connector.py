@@ -24,9 +24,16 @@ from small import (
 from decodebench.blocks import NULL_BLOCK, KVCacheManager, Request, RequestBlocks, admit
 from decodebench.cache import CacheMismatch
 from decodebench.connector import (
-    ConnectorError, ConnectorMetadata, ConnectorScheduler, ConnectorWorker, RequestFill, fill_cache,
-    run_connector, startup_groups, zero_new_blocks,
-)  # fmt: skip
+    ConnectorError,
+    ConnectorMetadata,
+    ConnectorScheduler,
+    ConnectorWorker,
+    RequestFill,
+    fill_cache,
+    run_connector,
+    startup_groups,
+    zero_new_blocks,
+)
 from decodebench.fill import FILLED, UNTOUCHED, ZEROED, Constant, FillRefused, Normal, encode, inspect_rows
 from decodebench.specs import CircularBufferSpec, CrossAttentionSpec, DecodebenchError, MambaSpec
 
@@ -279,8 +286,9 @@ def test_an_engines_tensors_work_like_a_cache_of_ours():
 def test_what_a_startup_fill_covers(specs, groups):
     layout = small_layout(specs, 8)
     assert startup_groups(layout) == groups
-    scheduler, worker = ConnectorScheduler(layout, startup_fill=True), ConnectorWorker(
-        layout, startup_fill=True
+    scheduler, worker = (
+        ConnectorScheduler(layout, startup_fill=True),
+        ConnectorWorker(layout, startup_fill=True),
     )
     assert scheduler.startup_filled == worker.startup_filled == groups
 

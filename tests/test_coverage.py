@@ -26,14 +26,23 @@ from small import (
 from decodebench import plan
 from decodebench.blocks import NULL_BLOCK, Batch, KVCacheManager, Request, admit
 from decodebench.connector import (
-    ConnectorMetadata, ConnectorScheduler, ConnectorWorker, RequestFill, fill_cache, run_connector,
-)  # fmt: skip
+    ConnectorMetadata,
+    ConnectorScheduler,
+    ConnectorWorker,
+    RequestFill,
+    fill_cache,
+    run_connector,
+)
 from decodebench.coverage import CoverageError, audit, holding_rows, owners, plan_audit, required_rows
 from decodebench.fill import Constant, Tags, Zeros, fill_rows
 from decodebench.layout import from_groups
 from decodebench.specs import (
-    ChunkedLocalAttentionSpec, CircularBufferSpec, CrossAttentionSpec, MambaSpec, SlidingWindowSpec,
-)  # fmt: skip
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -289,9 +298,11 @@ def spoil(cache, layer, block, how):
 )
 def test_any_wrong_page_is_found_where_it_lies(order, how, state, detail):
     layout, cache, batch, report = sound(memory_order=order)
-    for layer, block, request in (("g0.1", batch.requests[1].block_ids[0][2], "request-1"),
-                                  ("g1.0", batch.requests[0].block_ids[1][3], "request-0"),
-                                  ("g2.0", batch.requests[0].block_ids[2][0], "request-0")):  # fmt: skip
+    for layer, block, request in (
+        ("g0.1", batch.requests[1].block_ids[0][2], "request-1"),
+        ("g1.0", batch.requests[0].block_ids[1][3], "request-0"),
+        ("g2.0", batch.requests[0].block_ids[2][0], "request-0"),
+    ):
         kept = cache.pages(layer)[block].clone()
         spoil(cache, layer, block, how)
         found = audit(cache, batch, NOISE, report)
@@ -363,9 +374,12 @@ def test_a_stray_write_into_an_aliased_page_is_traced_to_its_writer(values):
     rows = found.rows.set_index("layer")
     for j in (0, 1):
         assert rows.loc[f"g0.{j}"].to_dict() == {
-            "group": 0, "block": block, "request": "request-0", "state": "clobbered",
+            "group": 0,
+            "block": block,
+            "request": "request-0",
+            "state": "clobbered",
             "detail": f"values of group 1, layer 'g1.{j}'",
-        }  # fmt: skip
+        }
     assert found.groups.clobbered.tolist() == [2, 0, 0]
 
 

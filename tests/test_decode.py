@@ -140,10 +140,17 @@ def backends():
 # --- what a step reads ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n, window, chunk", [
-    (1, (0, 1), (0, 1)), (20, (0, 20), (0, 20)), (21, (1, 21), (0, 21)), (24, (4, 24), (0, 24)),
-    (25, (5, 25), (24, 25)), (100, (80, 100), (96, 100)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "n, window, chunk",
+    [
+        (1, (0, 1), (0, 1)),
+        (20, (0, 20), (0, 20)),
+        (21, (1, 21), (0, 21)),
+        (24, (4, 24), (0, 24)),
+        (25, (5, 25), (24, 25)),
+        (100, (80, 100), (96, 100)),
+    ],
+)
 def test_visible_positions(n, window, chunk):
     specs = attention_specs(16)
     assert decode.visible(specs["full"], n) == (0, n)
@@ -165,11 +172,12 @@ def test_bytes_by_hand():
     assert (work["cross_attention"].bytes_read, work["cross_attention"].bytes_written) == (14 * token, 0)
     state = 3 * 96 * 2 + 2 * 32 * 16 * 4
     assert (work["mamba2"].bytes_read, work["mamba2"].bytes_written) == (2 * state, 2 * state)
-    full = [w for w in decode.decode_work(layout, batch_of(layout, (50, 1), 7)) if w.layer == "full.0"][0]
+    full = next(w for w in decode.decode_work(layout, batch_of(layout, (50, 1), 7)) if w.layer == "full.0")
     assert full.bytes_read == 49 * token
     table = decode.decode_bytes(layout, batch_of(layout, (50, 1), 7))
     assert table["bytes_read"].sum() == sum(
-        w.bytes_read for w in decode.decode_work(layout, batch_of(layout, (50, 1), 7)))
+        w.bytes_read for w in decode.decode_work(layout, batch_of(layout, (50, 1), 7))
+    )
 
 
 def test_context_parallelism_reads_a_share():
@@ -211,9 +219,9 @@ def test_large_blocks(block_size):
         assert max(output for output, _ in errors.values()) <= 1e-2
 
 
-@pytest.mark.parametrize("dtype, tolerance", [
-    ("float32", 1e-5), ("float16", 2e-3), ("float8_e4m3fn", 1e-2), ("float8_e5m2", 1e-2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float32", 1e-5), ("float16", 2e-3), ("float8_e4m3fn", 1e-2), ("float8_e5m2", 1e-2)]
+)
 def test_cache_dtypes(dtype, tolerance):
     cache, batch = made(attention_specs(16, dtype), (61, 25), encoder_tokens=20, layers=1)
     activation = dtype if dtype in ("float32", "float16") else "bfloat16"
@@ -271,13 +279,16 @@ def one(tokens=40, table=((1, 2, 3),), specs=None, layout=None):
     return layout, Batch(layout, (RequestBlocks(request, 0, table),))
 
 
-@pytest.mark.parametrize("tokens, table, message", [
-    (40, ((1, 2, 9),), "block 9 is beyond the pool of 8 blocks"),
-    (0, ((1, 2, 3),), "context of 0 tokens"),
-    (40, ((1, 2),), "need 3 blocks of 16, its table has 2"),
-    (40, ((1, 0, 3),), "reads block 1 of its table, which is the null block"),
-    (40, ((1, 2, 3), (4,)), "2 block tables, the layout 1 groups"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, table, message",
+    [
+        (40, ((1, 2, 9),), "block 9 is beyond the pool of 8 blocks"),
+        (0, ((1, 2, 3),), "context of 0 tokens"),
+        (40, ((1, 2),), "need 3 blocks of 16, its table has 2"),
+        (40, ((1, 0, 3),), "reads block 1 of its table, which is the null block"),
+        (40, ((1, 2, 3), (4,)), "2 block tables, the layout 1 groups"),
+    ],
+)
 def test_bad_batches_are_named(tokens, table, message):
     layout, batch = one(tokens, table)
     with pytest.raises(DecodeError, match=message) as caught:
@@ -309,9 +320,13 @@ def test_bad_requests_are_named(monkeypatch):
 
 def test_packed_pages_are_refused_by_name():
     packed = MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=576, dtype="uint8", packed="fp8_ds_mla",
+        block_size=16,
+        num_kv_heads=1,
+        head_size=576,
+        dtype="uint8",
+        packed="fp8_ds_mla",
         state_content_bytes=656,
-    )  # fmt: skip
+    )
     layout, batch = one(specs={"sparse": packed})
     with pytest.raises(DecodeError, match="'sparse.0': pages are packed as fp8_ds_mla"):
         decode.decode_work(layout, batch)

@@ -13,13 +13,16 @@ from small import NOISE, apart, full, latent, on_tables, ring, small_layout, sta
 from decodebench.blocks import admit
 from decodebench.cache import CacheMismatch, bind
 from decodebench.connector import (
-    ConnectorError, ConnectorMetadata, ConnectorScheduler, ConnectorWorker, fill_cache, run_connector,
-)  # fmt: skip
+    ConnectorError,
+    ConnectorMetadata,
+    ConnectorScheduler,
+    ConnectorWorker,
+    fill_cache,
+    run_connector,
+)
 from decodebench.coverage import audit, cost_findings, plan_audit
 from decodebench.faults import FAULTS, faulty_halves
-from decodebench.fill import (
-    FILLED, ZEROED, Constant, Normal, encode, fill_rows, inspect_rows,
-)  # fmt: skip
+from decodebench.fill import FILLED, ZEROED, Constant, Normal, encode, fill_rows, inspect_rows
 from decodebench.specs import DecodebenchError, MambaSpec, MLAAttentionSpec
 
 #: what a prefix hit's blocks held before

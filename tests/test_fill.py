@@ -13,9 +13,24 @@ from test_cache import ORDERS, attention, engine_tensor, make_layout, mamba
 from decodebench import fill
 from decodebench.cache import POISON, allocate, bind
 from decodebench.fill import (
-    FILLED, UNTOUCHED, WRONG, ZEROED, Constant, FillFailed, FillRefused, Normal, Poison, Tags, Zeros,
-    encode, fill_rows, identify_row, inspect_rows, merge_rows, runs,
-)  # fmt: skip
+    FILLED,
+    UNTOUCHED,
+    WRONG,
+    ZEROED,
+    Constant,
+    FillFailed,
+    FillRefused,
+    Normal,
+    Poison,
+    Tags,
+    Zeros,
+    encode,
+    fill_rows,
+    identify_row,
+    inspect_rows,
+    merge_rows,
+    runs,
+)
 from decodebench.specs import CircularBufferSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -574,9 +589,15 @@ def test_the_triton_kernel_follows_the_noise_around_its_period(kernel):
     bank = NOISE.bank("bfloat16", torch.device("cpu"))
     shift = period - 4200  # the first tile ends behind the period, the second begins behind it
     kernel.write(
-        bits, [2], None, bank=bank, period=period, shift=shift, shift_of_layer=fill.LAYER_STRIDE,
+        bits,
+        [2],
+        None,
+        bank=bank,
+        period=period,
+        shift=shift,
+        shift_of_layer=fill.LAYER_STRIDE,
         shift_of_block=fill.BLOCK_STRIDE,
-    )  # fmt: skip
+    )
     for layer in range(2):
         where = (shift + layer * fill.LAYER_STRIDE + 2 * fill.BLOCK_STRIDE + torch.arange(5000)) % period
         assert torch.equal(bits[layer, 2], bank[where])

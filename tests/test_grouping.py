@@ -1,5 +1,4 @@
-"""Layers → groups: sizes, padding, merging, and what each strategy refuses. Small cases worked out by hand.
-"""
+"""Layers → groups: sizes, padding, merging, and what each strategy refuses. Small cases worked out by hand."""
 
 import pytest
 from hypothesis import given
@@ -157,8 +156,10 @@ def test_packed_repeats_a_pattern():
     specs |= {f"s{i}": WINDOW for i in range(6)}
     groups = packed(specs)
     assert [group.layer_names for group in groups] == [
-        ("f0", "w0", "f1", "w1", "f2", "w2"), ("s0", "s2", "s4"), ("s1", "s3", "s5"),
-    ]  # fmt: skip
+        ("f0", "w0", "f1", "w1", "f2", "w2"),
+        ("s0", "s2", "s4"),
+        ("s1", "s3", "s5"),
+    ]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 20))
@@ -186,8 +187,9 @@ def test_fixed_and_per_layer():
 def test_separate_gives_a_pool_to_each_kind():
     groups = separate(layers((STATE, 3), (FULL, 2)))
     assert [(group.kind, group.pool, len(group.layer_names)) for group in groups] == [
-        ("mamba", 0, 3), ("full_attention", 1, 2),
-    ]  # fmt: skip
+        ("mamba", 0, 3),
+        ("full_attention", 1, 2),
+    ]
     assert groups[0].kv_cache_spec.page_size_bytes == 200
 
 
@@ -204,8 +206,12 @@ def test_strategies_by_name():
     assert sizes(strategy("fixed(2)")[1](specs)) == [2, 2, 2]
     plain = [name for name, how in STRATEGIES.items() if not how.parameter]
     assert {name: sizes(strategy(name)[1](specs)) for name in plain} == {
-        "hybrid": [2, 2, 2], "packed": [2, 2, 2], "promoted": [6], "separate": [4, 2], "per_layer": [1] * 6,
-    }  # fmt: skip
+        "hybrid": [2, 2, 2],
+        "packed": [2, 2, 2],
+        "promoted": [6],
+        "separate": [4, 2],
+        "per_layer": [1] * 6,
+    }
 
 
 def test_auto_is_packed_only_where_pages_differ_and_blocks_are_outermost():

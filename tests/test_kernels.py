@@ -66,8 +66,20 @@ def fill(view, table, start, stop, seed=0):
         reference.write_kv(view, blocks, positions % entries, values)
 
 
-def attention_case(entries, ranges, *, heads=2, group=3, dk=64, dv=64, latent=False, dtype=torch.bfloat16,
-                   order="LBNHC", pad_bytes=0, runs=False):
+def attention_case(
+    entries,
+    ranges,
+    *,
+    heads=2,
+    group=3,
+    dk=64,
+    dv=64,
+    latent=False,
+    dtype=torch.bfloat16,
+    order="LBNHC",
+    pad_bytes=0,
+    runs=False,
+):
     width = dk if latent else dk + dv
     per_request = [-(-b // entries) for _, b in ranges]
     total = 1 + sum(per_request)
@@ -138,11 +150,17 @@ def test_float8_decoding_of_every_byte(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
-@pytest.mark.parametrize("shape", [
-    {"group": 1, "heads": 3}, {"group": 4, "heads": 2, "dk": 128, "dv": 128},
-    {"group": 7, "heads": 1, "dk": 80, "dv": 80}, {"group": 16, "heads": 1, "dk": 192, "dv": 128},
-    {"group": 5, "heads": 1, "dk": 96, "dv": 96},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"group": 1, "heads": 3},
+        {"group": 4, "heads": 2, "dk": 128, "dv": 128},
+        {"group": 7, "heads": 1, "dk": 80, "dv": 80},
+        {"group": 16, "heads": 1, "dk": 192, "dv": 128},
+        {"group": 5, "heads": 1, "dk": 96, "dv": 96},
+    ],
+    ids=str,
+)
 def test_attention_shapes(name, shape):
     backend = backend_named(name)
     for dtype in (torch.float32, torch.bfloat16):
@@ -270,8 +288,16 @@ def test_the_specification_by_hand():
     assert state.item() == 2 + 3 * 7 and y.item() == 5 * 23
 
     view = torch.tensor([[[[0.0, 10.0], [0.0, 20.0]]]])  # two entries of key 0: the mean of their values
-    out = reference.attend(torch.ones(1, 1, 1), view, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0]),
-                           torch.tensor([2]), scale=1.0, head_size_v=1, v_offset=1)
+    out = reference.attend(
+        torch.ones(1, 1, 1),
+        view,
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.tensor([0]),
+        torch.tensor([2]),
+        scale=1.0,
+        head_size_v=1,
+        v_offset=1,
+    )
     assert out.item() == 15.0
 
 
@@ -394,9 +420,16 @@ def test_flashinfer_agrees(entries):
     scratch = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(scratch)
     wrapper.plan(
-        indptr.cuda(), indices, last.cuda(), q.shape[1], view.shape[1], 128, entries,
-        q_data_type=q.dtype, kv_data_type=view.dtype,
-    )  # fmt: skip
+        indptr.cuda(),
+        indices,
+        last.cuda(),
+        q.shape[1],
+        view.shape[1],
+        128,
+        entries,
+        q_data_type=q.dtype,
+        kv_data_type=view.dtype,
+    )
     theirs = wrapper.run(q, (pages[..., :128].contiguous(), pages[..., 128:].contiguous()))
     ours = gpu.attend(q, view, table, start, stop, **options)
     assert ((theirs - ours).float().norm() / ours.float().norm()).item() < 1e-2

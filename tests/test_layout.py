@@ -1,5 +1,4 @@
-"""Layouts hold their invariants or are refused with a reason; memory, lengths, small copies of big layouts.
-"""
+"""Layouts hold their invariants or are refused with a reason; memory, lengths, small copies of big layouts."""
 
 import json
 from itertools import pairwise
@@ -23,20 +22,34 @@ from decodebench.specs import (
 )
 
 BLOCKS = st.sampled_from([1, 4, 16, 16, 32, 48])
-HEADS = {"num_kv_heads": st.sampled_from([1, 1, 2, 3]), "head_size": st.sampled_from([8, 8, 16, 24]),
-         "dtype": st.sampled_from(["bfloat16", "float8_e4m3fn"]), "block_size": BLOCKS}  # fmt: skip
+HEADS = {
+    "num_kv_heads": st.sampled_from([1, 1, 2, 3]),
+    "head_size": st.sampled_from([8, 8, 16, 24]),
+    "dtype": st.sampled_from(["bfloat16", "float8_e4m3fn"]),
+    "block_size": BLOCKS,
+}
 SPECS = st.one_of(
     st.builds(FullAttentionSpec, **HEADS),
     st.builds(FullAttentionSpec, sliding_window=st.sampled_from([None, 8, 64]), **HEADS),
     st.builds(SlidingWindowSpec, sliding_window=st.sampled_from([8, 64, 100]), **HEADS),
     st.builds(ChunkedLocalAttentionSpec, attention_chunk_size=st.sampled_from([8, 64]), **HEADS),
     st.builds(CrossAttentionSpec, max_encoder_tokens=st.sampled_from([1, 40]), **HEADS),
-    st.builds(MLAAttentionSpec, num_kv_heads=st.just(1), head_size=st.sampled_from([24, 72]),
-              dtype=st.just("bfloat16"), block_size=BLOCKS,
-              block_stride_alignment=st.sampled_from([1, 144, 256])),
-    st.builds(MambaSpec, block_size=BLOCKS, shapes=st.sampled_from([((3, 8), (2, 4, 8)), ((40,), (100,))]),
-              dtypes=st.just(("bfloat16", "float32")), mamba_cache_mode=st.sampled_from(["none", "align"])),
-)  # fmt: skip
+    st.builds(
+        MLAAttentionSpec,
+        num_kv_heads=st.just(1),
+        head_size=st.sampled_from([24, 72]),
+        dtype=st.just("bfloat16"),
+        block_size=BLOCKS,
+        block_stride_alignment=st.sampled_from([1, 144, 256]),
+    ),
+    st.builds(
+        MambaSpec,
+        block_size=BLOCKS,
+        shapes=st.sampled_from([((3, 8), (2, 4, 8)), ((40,), (100,))]),
+        dtypes=st.just(("bfloat16", "float32")),
+        mamba_cache_mode=st.sampled_from(["none", "align"]),
+    ),
+)
 LAYERS = st.lists(st.tuples(SPECS, st.integers(1, 5)), min_size=1, max_size=4)
 GROUPINGS = ["auto", "hybrid", "packed", "promoted", "separate", "per_layer", "fixed(1)", "fixed(3)"]
 
@@ -99,14 +112,22 @@ def check_aliasing(layout, one, other, blocks: int):
 
 @settings(max_examples=2000, deadline=None)
 @given(
-    drawn=LAYERS, grouping=st.sampled_from(GROUPINGS), order=st.sampled_from([None, "LBNHC", "BLHNC",
-    "LBHNC", "BLNHC"]),
-    budget=st.integers(1, 4_000_000), length=st.integers(1, 3000), dcp=st.sampled_from([1, 1, 2]),
-)  # fmt: skip
+    drawn=LAYERS,
+    grouping=st.sampled_from(GROUPINGS),
+    order=st.sampled_from([None, "LBNHC", "BLHNC", "LBHNC", "BLNHC"]),
+    budget=st.integers(1, 4_000_000),
+    length=st.integers(1, 3000),
+    dcp=st.sampled_from([1, 1, 2]),
+)
 def test_a_layout_holds_its_invariants_or_is_refused(drawn, grouping, order, budget, length, dcp):
     specs = named(drawn)
-    options = {"memory_order": order, "max_model_len": length, "max_num_batched_tokens": 64,
-               "decode_context_parallel_size": dcp, "tensor_parallel_size": dcp}  # fmt: skip
+    options = {
+        "memory_order": order,
+        "max_model_len": length,
+        "max_num_batched_tokens": 64,
+        "decode_context_parallel_size": dcp,
+        "tensor_parallel_size": dcp,
+    }
     try:
         layout = plan(specs, budget, grouping=grouping, **options)
     except DecodebenchError as error:
@@ -133,19 +154,31 @@ def test_a_layout_holds_its_invariants_or_is_refused(drawn, grouping, order, bud
 @given(
     # every family, but not those of hundreds of layers: the invariants are the same
     model=st.sampled_from([name for name in list_models() if len(load_model(name).layers) < 100]),
-    grouping=st.sampled_from(GROUPINGS), block=st.sampled_from([None, 16, 64, 96]),
-    tp=st.sampled_from([1, 2, 4]), dtype=st.sampled_from(["auto", "fp8", "fp8_e5m2"]), pc=st.booleans(),
-    spec=st.sampled_from([0, 0, 1, 3]), memory=st.integers(2**26, 2**36),
-)  # fmt: skip
+    grouping=st.sampled_from(GROUPINGS),
+    block=st.sampled_from([None, 16, 64, 96]),
+    tp=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from(["auto", "fp8", "fp8_e5m2"]),
+    pc=st.booleans(),
+    spec=st.sampled_from([0, 0, 1, 3]),
+    memory=st.integers(2**26, 2**36),
+)
 def test_models_too(model, grouping, block, tp, dtype, pc, spec, memory):
     try:
-        layout = plan(model, memory, block, grouping, tensor_parallel_size=tp, kv_cache_dtype=dtype,
-                      enable_prefix_caching=pc, num_speculative_tokens=spec,
-                      max_model_len="auto")  # fmt: skip
+        layout = plan(
+            model,
+            memory,
+            block,
+            grouping,
+            tensor_parallel_size=tp,
+            kv_cache_dtype=dtype,
+            enable_prefix_caching=pc,
+            num_speculative_tokens=spec,
+            max_model_len="auto",
+        )
     except DecodebenchError as error:
         assert str(error)
         return
-    check_invariants(layout, {name: spec for name, spec in layout.layer_specs.items()})
+    check_invariants(layout, dict(layout.layer_specs.items()))
     assert layout.waste().total == pytest.approx(memory)
 
 

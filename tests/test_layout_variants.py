@@ -19,9 +19,17 @@ FILE = Path(__file__).parent / "goldens" / "variants.jsonl.gz"
 VARIANTS = [json.loads(line) for line in gzip.decompress(FILE.read_bytes()).decode().splitlines()]
 #: what the dump does not have, or has under another name
 NOT_DUMPED = {
-    "class", "prefix_cacheable", "kv_quant_mode", "mode", "cache_dtype_str", "cache_role", "tokens_per_state",
-    "alignment", "extra_retained_tokens", "unpadded_page_size_bytes",
-}  # fmt: skip
+    "class",
+    "prefix_cacheable",
+    "kv_quant_mode",
+    "mode",
+    "cache_dtype_str",
+    "cache_role",
+    "tokens_per_state",
+    "alignment",
+    "extra_retained_tokens",
+    "unpadded_page_size_bytes",
+}
 
 
 def comparable(spec: dict) -> dict:

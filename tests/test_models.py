@@ -7,8 +7,15 @@ import pytest
 from decodebench.models import DATA, FAMILIES, CacheOptions, ConfigError, OptionError, list_models, load_model
 from decodebench.specs import DecodebenchError, FullAttentionSpec, SlidingWindowSpec
 
-TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "max_position_embeddings": 1024, "torch_dtype": "float16"}  # fmt: skip
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "float16",
+}
 
 
 def windows(model) -> list:
@@ -60,26 +67,37 @@ def test_the_same_from_a_path_a_folder_and_a_dictionary(tmp_path):
         ({"model_type": "phi3", "sliding_window": 0}, [None] * 4),
         # Qwen's window has a switch
         ({"model_type": "qwen3", "sliding_window": 32, "use_sliding_window": False}, [None] * 4),
-        ({"model_type": "qwen3", "sliding_window": 32, "use_sliding_window": True,
-        "max_window_layers": 0}, [32] * 4),
+        (
+            {"model_type": "qwen3", "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0},
+            [32] * 4,
+        ),
         # patterns of the config classes
         ({"model_type": "gemma2", "sliding_window": 32}, [32, None, 32, None]),
         ({"model_type": "gpt_oss", "layer_types": ["full_attention"] * 4}, [128, None, 128, None]),
         ({"model_type": "cohere2", "sliding_window": 32}, [33, 33, 33, None]),
         ({"model_type": "cohere2", "sliding_window": 32, "sliding_window_pattern": 2}, [33, None, 33, None]),
-        ({"model_type": "exaone4", "sliding_window": 32, "sliding_window_pattern": "LLG"}, [32, 32, None,
-        32]),
+        (
+            {"model_type": "exaone4", "sliding_window": 32, "sliding_window_pattern": "LLG"},
+            [32, 32, None, 32],
+        ),
         ({"model_type": "exaone4", "sliding_window": None}, [None] * 4),
         ({"model_type": "olmo3"}, [4096, 4096, 4096, None]),
-        ({"model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2}, [32, None, 32,
-        None]),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2},
+            [32, None, 32, None],
+        ),
         # windows to both sides: half on each
         ({"model_type": "gemma3_text", "sliding_window": 32, "use_bidirectional_attention": True}, [17] * 4),
-        ({"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention",
-        "full_attention"] * 2},
-         [8, None, 8, None]),
+        (
+            {
+                "model_type": "olmo3",
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [8, None, 8, None],
+        ),
     ],
-)  # fmt: skip
+)
 def test_windows(changes, expected):
     assert windows(load_model(TINY | changes)) == expected
 
@@ -96,10 +114,18 @@ def test_layers_that_share_a_cache_have_none_of_their_own():
 
 
 def test_gemma4_has_two_kinds_of_heads():
-    model = load_model(TINY | {
-        "model_type": "gemma4_text", "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32,
-        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": ["sliding_attention"] * 6,
-    })  # fmt: skip
+    model = load_model(
+        TINY
+        | {
+            "model_type": "gemma4_text",
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "layer_types": ["sliding_attention"] * 6,
+        }
+    )
     shapes = [(layer.num_kv_heads, layer.head_size, layer.sliding_window) for layer in model.layers]
     # the last layer attends to everything, whatever its type says
     assert shapes == [(2, 16, 512)] * 5 + [(1, 32, None)]
@@ -164,8 +190,15 @@ def test_packed_formats():
 
 
 def test_indexers_may_be_shared():
-    base = {"model_type": "glm_moe_dsa", "num_hidden_layers": 6, "num_attention_heads": 8, "index_topk": 64,
-            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}  # fmt: skip
+    base = {
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "index_topk": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "hidden_size": 64,
+    }
 
     def indexers(**fields):
         names = load_model(base | fields).layer_names
@@ -196,10 +229,15 @@ def test_a_single_group_of_states_is_on_every_rank():
 
 
 def test_a_granite_hybrid_without_states():
-    model = load_model({
-        "model_type": "granitemoehybrid", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
-        "layer_types": ["attention", "attention"],
-    })  # fmt: skip
+    model = load_model(
+        {
+            "model_type": "granitemoehybrid",
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "layer_types": ["attention", "attention"],
+        }
+    )
     assert not model.has_states and model.resolve(CacheOptions()).block_size == 16
 
 
@@ -207,13 +245,20 @@ def test_a_granite_hybrid_without_states():
 
 
 def test_an_unknown_family_is_read_by_its_fields():
-    model = load_model(TINY | {
-        "model_type": "brand_new", "num_hidden_layers": 4, "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention", "linear_attention", "mamba"],
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
-    })  # fmt: skip
+    model = load_model(
+        TINY
+        | {
+            "model_type": "brand_new",
+            "num_hidden_layers": 4,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention", "linear_attention", "mamba"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+        }
+    )
     assert model.generic
     assert [layer.mixer for layer in model.layers] == ["attention", "attention", "gdn", "gdn"]
     plain = load_model(TINY | {"model_type": "brand_new"})

@@ -13,10 +13,36 @@ ROOT = Path(__file__).parents[1]
 
 #: DESIGN: a module imports only from those before it
 ROOMS = (
-    "specs", "models", "grouping", "placement", "capacity", "listing", "layout", "cache", "blocks", "kernels",
-    "fill", "connector", "faults", "coverage", "gallery", "timing", "decode", "journal", "grid", "sweep",
-    "display", "charts", "plots", "verdicts", "explorer", "report", "bench", "vllm", "__main__",
-)  # fmt: skip
+    "specs",
+    "models",
+    "grouping",
+    "placement",
+    "capacity",
+    "listing",
+    "layout",
+    "cache",
+    "blocks",
+    "kernels",
+    "fill",
+    "connector",
+    "faults",
+    "coverage",
+    "gallery",
+    "timing",
+    "decode",
+    "journal",
+    "grid",
+    "sweep",
+    "display",
+    "charts",
+    "plots",
+    "verdicts",
+    "explorer",
+    "report",
+    "bench",
+    "vllm",
+    "__main__",
+)
 
 
 def requirements(lines):
@@ -88,7 +114,9 @@ def test_nothing_committed_names_a_machine():
     found = [
         name
         for name in listed
-        if Path(name).suffix in suffixes and name != "tests/test_packaging.py"
-        and (ROOT / name).is_file() and pattern.search((ROOT / name).read_text(errors="replace"))
+        if Path(name).suffix in suffixes
+        and name != "tests/test_packaging.py"
+        and (ROOT / name).is_file()
+        and pattern.search((ROOT / name).read_text(errors="replace"))
     ]
     assert not found

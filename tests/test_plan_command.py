@@ -47,20 +47,51 @@ def test_compare(capsys):
     code, out, _ = run(capsys, "gemma-3-1b", "--compare", "--length", "4096")
     assert code == 0 and "requests of 4,096 tokens" in out
     assert [line.split()[0] for line in out.splitlines()[4:12]] == [
-        "hybrid", "packed", "promoted", "separate", "fixed(2)", "fixed(4)", "fixed(8)", "per_layer",
-    ]  # fmt: skip
+        "hybrid",
+        "packed",
+        "promoted",
+        "separate",
+        "fixed(2)",
+        "fixed(4)",
+        "fixed(8)",
+        "per_layer",
+    ]
     _, out, _ = run(capsys, "jamba-v0.1", "--compare")
     assert "promoted: refused: without the hybrid manager" in out
 
 
 def test_options_reach_the_layout(capsys):
     _, out, _ = run(
-        capsys, "qwen3-next-80b-a3b", "--json", "--memory", "40GiB", "--tensor-parallel-size", "4",
-        "--decode-context-parallel-size", "2", "--no-async-scheduling", "--no-enable-prefix-caching",
-        "--kv-cache-dtype", "fp8", "--mamba-ssm-cache-dtype", "float32", "--num-speculative-tokens", "1",
-        "--max-model-len", "4096", "--max-num-batched-tokens", "1024", "--kv-cache-layout", "BLHNC",
-        "--block-size", "32", "--dtype", "float16", "--kernel-block-size", "32",
-    )  # fmt: skip
+        capsys,
+        "qwen3-next-80b-a3b",
+        "--json",
+        "--memory",
+        "40GiB",
+        "--tensor-parallel-size",
+        "4",
+        "--decode-context-parallel-size",
+        "2",
+        "--no-async-scheduling",
+        "--no-enable-prefix-caching",
+        "--kv-cache-dtype",
+        "fp8",
+        "--mamba-ssm-cache-dtype",
+        "float32",
+        "--num-speculative-tokens",
+        "1",
+        "--max-model-len",
+        "4096",
+        "--max-num-batched-tokens",
+        "1024",
+        "--kv-cache-layout",
+        "BLHNC",
+        "--block-size",
+        "32",
+        "--dtype",
+        "float16",
+        "--kernel-block-size",
+        "32",
+    )
     case = json.loads(out)
     assert case["options"]["max_in_flight_tokens"] == 1024
     state = next(group["spec"] for group in case["groups"] if group["spec"]["class"] == "MambaSpec")

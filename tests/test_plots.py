@@ -67,9 +67,13 @@ def test_pages_are_drawn_one_shape_a_state():
 # Machado, Oliveira and Fernandes (2009): what a person without one kind of cone sees, on linear RGB
 BLINDNESS = {
     "none": np.eye(3),
-    "protan": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-    "deutan": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
-}  # fmt: skip
+    "protan": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deutan": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+}
 
 
 def lab(colour, blindness):
@@ -124,13 +128,17 @@ def test_tables_show_units_and_keep_raw_numbers():
 @pytest.mark.parametrize(
     ("value", "column", "text"),
     [
-        (1234567, "blocks", "1,234,567"), (0.98765, "x", "0.988"), (1234.567, "x", "1,234.57"),
+        (1234567, "blocks", "1,234,567"),
+        (0.98765, "x", "0.988"),
+        (1234.567, "x", "1,234.57"),
         (True, "x", "yes"),
-        (1.0, "coverage", "100%"), (0.5, "worst_group_coverage", "50.0%"), (2048, "bytes", "2 KiB"),
+        (1.0, "coverage", "100%"),
+        (0.5, "worst_group_coverage", "50.0%"),
+        (2048, "bytes", "2 KiB"),
         ("s", "x", "s"),
         (0.9999, "coverage", "99.9%"),
     ],
-)  # fmt: skip
+)
 def test_numbers_as_people_read_them(value, column, text):
     assert display.plain_number(value, column) == text
 

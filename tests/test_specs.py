@@ -33,16 +33,23 @@ def test_page_sizes():
     assert STATE.page_size_bytes == STATE.with_block_size(999).page_size_bytes == 18_112
     assert STATE.padded_to(20_480).page_size_bytes == 20_480
     assert [(part.name, part.offset, part.nbytes) for part in STATE.parts()] == [
-        ("conv", 0, 1728), ("ssm", 1728, 16_384),
-    ]  # fmt: skip
+        ("conv", 0, 1728),
+        ("ssm", 1728, 16_384),
+    ]
 
 
 def test_compressed_pages_are_rounded_to_rows():
     """DeepSeek-V4: 584 bytes for each 4 tokens, pages of whole 576-byte rows."""
     spec = MLAAttentionSpec(
-        block_size=256, num_kv_heads=1, head_size=512, dtype="uint8", packed="fp8_ds_mla",
-        state_content_bytes=584, tokens_per_state=4, alignment=576,
-    )  # fmt: skip
+        block_size=256,
+        num_kv_heads=1,
+        head_size=512,
+        dtype="uint8",
+        packed="fp8_ds_mla",
+        state_content_bytes=584,
+        tokens_per_state=4,
+        alignment=576,
+    )
     assert (spec.unpadded_page_size_bytes, spec.page_size_bytes) == (37_376, 37_440)
     window = SlidingWindowMLASpec(
         block_size=8, num_kv_heads=1, head_size=1024, dtype="float32", sliding_window=128, alignment=576
@@ -57,9 +64,12 @@ def test_strides_hold_whole_kernel_blocks():
     assert spec.stride_alignment_bytes == 64 * 576 * 2
     # a block that is one kernel block asks for nothing
     assert spec.with_block_size(64).stride_alignment_bytes == 1
-    assert MLAAttentionSpec(
-        block_size=64, num_kv_heads=1, head_size=576, dtype="bfloat16", block_stride_alignment=1152
-    ).stride_alignment_bytes == 1152  # fmt: skip
+    assert (
+        MLAAttentionSpec(
+            block_size=64, num_kv_heads=1, head_size=576, dtype="bfloat16", block_stride_alignment=1152
+        ).stride_alignment_bytes
+        == 1152
+    )
 
 
 @given(tokens=st.integers(1, 500), per_block=st.sampled_from([1, 4, 16, 48]))
@@ -106,9 +116,13 @@ def test_blocks_a_request_reserves():
 )
 def test_states_a_request_reserves(mode, speculative, checkpoints, blocks):
     spec = MambaSpec(
-        block_size=16, shapes=((4,),), dtypes=("float32",), mamba_cache_mode=mode,
-        num_speculative_blocks=speculative, num_prefill_checkpoint_blocks=checkpoints,
-    )  # fmt: skip
+        block_size=16,
+        shapes=((4,),),
+        dtypes=("float32",),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=speculative,
+        num_prefill_checkpoint_blocks=checkpoints,
+    )
     assert spec.max_blocks_per_request(10_000, 64) == blocks
 
 

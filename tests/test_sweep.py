@@ -232,9 +232,8 @@ def test_a_full_disk_loses_nothing(tmp_path):
 
 
 def test_two_writers_are_kept_apart(tmp_path):
-    with Journal(tmp_path):
-        with pytest.raises(JournalError, match="another sweep is writing"):
-            Journal(tmp_path)
+    with Journal(tmp_path), pytest.raises(JournalError, match="another sweep is writing"):
+        Journal(tmp_path)
     Journal(tmp_path).__exit__()
 
 
@@ -395,10 +394,9 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys):
 
 
 def test_overrides_change_the_config_and_nothing_else():
-    plain, changed = (
-        sweep.run({"model": "tiny-llama", "measure": "layout", "hf_overrides": [None, {"num_hidden_layers": 2}]})
-        .to_dict("records")
-    )  # fmt: skip
+    plain, changed = sweep.run(
+        {"model": "tiny-llama", "measure": "layout", "hf_overrides": [None, {"num_hidden_layers": 2}]}
+    ).to_dict("records")
     assert changed["layers"] == 2 < plain["layers"]
     table = sweep.run({"model": "tiny-llama", "measure": "layout", "hf_overrides": "not json"})
     assert table["status"][0] == "refused" and "JSON object" in table["reason"][0]
@@ -434,10 +432,17 @@ def test_audit_and_decode_levels_measure():
     table = sweep.run(
         [
             {"model": "tiny-nemotron-h", "context": "1x300+1x100", "measure": "audit", "fault": [None, "A8"]},
-            {"model": "tiny-llama", "context": 200, "batch": 2, "measure": "decode", "min_seconds": 0.01,
-             "layers_per_group": 1, "values": ["normal", "unfilled"]},
+            {
+                "model": "tiny-llama",
+                "context": 200,
+                "batch": 2,
+                "measure": "decode",
+                "min_seconds": 0.01,
+                "layers_per_group": 1,
+                "values": ["normal", "unfilled"],
+            },
         ]
-    )  # fmt: skip
+    )
     assert list(table["status"]) == ["ok"] * 4, list(table["reason"])
     assert list(table["coverage"]) == [1.0, pytest.approx(table["coverage"][1]), 1.0, 0.0]
     assert table["worst_group_coverage"][1] == 0
@@ -454,9 +459,16 @@ def measured(**changes):
     """A table of two latencies, as a sweep would give them."""
     rows = [
         asdict(Case("a", block_size=size, **changes))
-        | {"case_id": f"{size}", "status": "ok", "run": 0, "median_s": size / 1e4, "q1_s": size / 1.1e4, "q3_s": size / 0.9e4}
+        | {
+            "case_id": f"{size}",
+            "status": "ok",
+            "run": 0,
+            "median_s": size / 1e4,
+            "q1_s": size / 1.1e4,
+            "q3_s": size / 0.9e4,
+        }
         for size in (16, 32)
-    ]  # fmt: skip
+    ]
     table = journals.to_frame(rows, sweep.DTYPES)
     table.attrs["provenance"] = [{"run": 0, "device": "machine one", "cores": 2}]
     return table

@@ -73,16 +73,23 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
     facts = provenance(settings, seed=0, device=arguments.device)
     rows: list[dict] = []
     if not arguments.json:
-        print(f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}; {requests} requests "
-              f"of {context} tokens; attention and state work only, warm, medians\n")  # fmt: skip
+        print(
+            f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}; {requests} requests "
+            f"of {context} tokens; attention and state work only, warm, medians\n"
+        )
         print(HEADER)
     for case in cases:
         try:
             options = {} if case.dtype == "auto" else {"dtype": case.dtype}
             cache, batch = small_cache(
-                case.model, requests=requests, context=context, layers=case.layers, device=arguments.device,
-                block_size=case.block_size, **options,
-            )  # fmt: skip
+                case.model,
+                requests=requests,
+                context=context,
+                layers=case.layers,
+                device=arguments.device,
+                block_size=case.block_size,
+                **options,
+            )
             new = measure_kinds(case, cache, batch, arguments.backend, 0.1 if quick else 0.5)
             del cache
             gc.collect()
@@ -190,9 +197,13 @@ def _geometry(cache: Cache, batch: Batch, layer: str) -> dict:
     heads = layout.model.query_heads(layer, layout.tensor_parallel_size)
     tables = [blocks.block_ids[layout.group_of[layer]] for blocks in batch.requests]
     return {
-        "spec": spec, "heads": heads, "view": cache.view(layer), "tables": torch.tensor(tables),
-        "tokens": batch.requests[0].request.num_tokens, "window": getattr(spec, "sliding_window", None),
-    }  # fmt: skip
+        "spec": spec,
+        "heads": heads,
+        "view": cache.view(layer),
+        "tables": torch.tensor(tables),
+        "tokens": batch.requests[0].request.num_tokens,
+        "window": getattr(spec, "sliding_window", None),
+    }
 
 
 def _plain_seconds(cache: Cache, batch: Batch, layer: str, seconds: float) -> float:
@@ -239,17 +250,35 @@ def _vllm_seconds(cache: Cache, batch: Batch, layer: str, seconds: float) -> flo
     lengths = torch.full((batch_size,), g["tokens"], dtype=torch.int32)
     shapes = {"num_heads": g["heads"], "num_kv_heads": spec.num_kv_heads, "head_dim": size}
     plan_ = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=batch_size, seq_lens=lengths, dtype=dtype, query_start_loc=starts, causal=True,
-        sliding_window_size=window, isa=isa, enable_kv_split=True, **shapes,
-    )  # fmt: skip
+        num_reqs=batch_size,
+        seq_lens=lengths,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=window,
+        isa=isa,
+        enable_kv_split=True,
+        **shapes,
+    )
     q = torch.randn(batch_size, g["heads"], size).to(dtype)
     out, table = torch.empty_like(q), g["tables"].to(torch.int32)
 
     def step() -> None:
         ops.cpu_attention_with_kv_cache(
-            query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=starts, seq_lens=lengths,
-            scale=size**-0.5, causal=True, alibi_slopes=None, sliding_window=window, block_table=table,
-            softcap=0.0, scheduler_metadata=plan_, s_aux=None,
-        )  # fmt: skip
+            query=q,
+            key_cache=keys,
+            value_cache=values,
+            output=out,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            scale=size**-0.5,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=window,
+            block_table=table,
+            softcap=0.0,
+            scheduler_metadata=plan_,
+            s_aux=None,
+        )
 
     return measure(step, min_seconds=seconds, min_steps=3).median

@@ -151,15 +151,18 @@ def vllm_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[
         spec = group.kv_cache_spec
         if isinstance(spec, MambaSpec):
             their_spec = interface.MambaSpec(
-                block_size=spec.block_size, shapes=spec.shapes,
+                block_size=spec.block_size,
+                shapes=spec.shapes,
                 dtypes=tuple(torch_dtype(dtype) for dtype in spec.dtypes),
                 page_size_padded=spec.page_size_padded,
-            )  # fmt: skip
+            )
         else:
             their_spec = interface.FullAttentionSpec(
-                block_size=spec.block_size, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
+                block_size=spec.block_size,
+                num_kv_heads=spec.num_kv_heads,
+                head_size=spec.head_size,
                 dtype=torch_dtype(spec.dtype),
-            )  # fmt: skip
+            )
         groups.append(SimpleNamespace(layer_names=list(group.layer_names), kv_cache_spec=their_spec))
         for layer in group.layer_names:
             # vLLM hands state layers to connectors as raw int8 pages
@@ -252,13 +255,16 @@ def measure_sharing(cache: Cache, values: Constant | Normal, repeats: int) -> di
     """The same half of the blocks, asked for by one request and by 256 that share them."""
     blocks = range(1, cache.layout.num_blocks // 2 + 1)
     one = Case("one", ((tuple(blocks),),))
-    many = Case("256", tuple((tuple(list(blocks)),) for _ in range(256)))
+    many = Case("256", tuple((tuple(blocks),) for _ in range(256)))
     methods = {"one": our_fill(cache, one, values), "many": our_fill(cache, many, values)}
     seconds = interleaved(methods, repeats, cache.device)
     return {
-        "values": type(values).__name__.lower(), "blocks": len(blocks), "one_s": seconds["one"],
-        "many_s": seconds["many"], "one_of_many": seconds["one"] / seconds["many"],
-    }  # fmt: skip
+        "values": type(values).__name__.lower(),
+        "blocks": len(blocks),
+        "one_s": seconds["one"],
+        "many_s": seconds["many"],
+        "one_of_many": seconds["one"] / seconds["many"],
+    }
 
 
 def measure_audit(cache: Cache, values: Values, repeats: int) -> dict[str, object]:
@@ -269,9 +275,12 @@ def measure_audit(cache: Cache, values: Values, repeats: int) -> dict[str, objec
     methods = {"read": lambda: words.amax(), "audit": lambda: inspect_rows(cache, 0, values)}
     seconds = interleaved(methods, repeats, cache.device)
     return {
-        "values": type(values).__name__.lower(), "bytes": layout.size, "read_s": seconds["read"],
-        "audit_s": seconds["audit"], "of_read": seconds["read"] / seconds["audit"],
-    }  # fmt: skip
+        "values": type(values).__name__.lower(),
+        "bytes": layout.size,
+        "read_s": seconds["read"],
+        "audit_s": seconds["audit"],
+        "of_read": seconds["read"] / seconds["audit"],
+    }
 
 
 def run(quick: bool = False, device: str = "cpu", seed: int = 0) -> dict[str, object]:
@@ -296,9 +305,12 @@ def run(quick: bool = False, device: str = "cpu", seed: int = 0) -> dict[str, ob
         _progress(f"{case.name}, {type(values).__name__.lower()}")
         rows.append(measure_case(cache, case, values, repeats, full=not quick))
     return {
-        "fill": rows, "sharing": sharing, "audit": audits, "floors": floors(rows, sharing, audits),
+        "fill": rows,
+        "sharing": sharing,
+        "audit": audits,
+        "floors": floors(rows, sharing, audits),
         "provenance": provenance(settings, seed=seed, device=device),
-    }  # fmt: skip
+    }
 
 
 def floors(rows: Sequence[dict], sharing: Sequence[dict], audits: Sequence[dict]) -> list[dict[str, object]]:
@@ -374,12 +386,14 @@ def table(result: dict) -> str:
     )
     lines = [
         (
-            row["case"], row["values"], f"{row['bytes'] / 2**30:.2f}",
+            row["case"],
+            row["values"],
+            f"{row['bytes'] / 2**30:.2f}",
             *(speed(row, name) for name in ("memset", "copy", "ours", "naive", "vllm")),
             *(ratio(row[name]) for name in ("of_memset", "vs_naive", "vs_vllm")),
         )
         for row in result["fill"]
-    ]  # fmt: skip
+    ]
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
     text = [
         "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
@@ -391,8 +405,9 @@ def table(result: dict) -> str:
         f"{facts['settings']['repeats']} interleaved repeats)",
         f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}: compare ratios, not speeds",
         "",
-        *text, "",
-    ]  # fmt: skip
+        *text,
+        "",
+    ]
     for audit in result["audit"]:
         text.append(
             f"audit, {audit['values']} values: {audit['bytes'] / audit['audit_s'] / 1e9:.1f} GB/s, "

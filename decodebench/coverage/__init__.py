@@ -25,6 +25,15 @@ from decodebench.coverage.required import CoverageError, RequiredRows, holding_r
 from decodebench.coverage.result import STATES, Audit, Finding
 
 __all__ = [
-    "STATES", "Audit", "CoverageError", "Finding", "RequiredRows", "audit", "cost_findings", "holding_rows",
-    "owners", "plan_audit", "required_rows",
-]  # fmt: skip
+    "STATES",
+    "Audit",
+    "CoverageError",
+    "Finding",
+    "RequiredRows",
+    "audit",
+    "cost_findings",
+    "holding_rows",
+    "owners",
+    "plan_audit",
+    "required_rows",
+]

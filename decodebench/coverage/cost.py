@@ -15,18 +15,23 @@ def cost_findings(
     """
     found = []
     if scheduler is not None and (refilled := scheduler.counters["requests_refilled"]) < resumed:
-        found.append(f"{_named('A13')}: {resumed} preempted requests came back, {refilled} were filled "
-                     "again; the rest ran a real prefill inside the benchmark")  # fmt: skip
+        found.append(
+            f"{_named('A13')}: {resumed} preempted requests came back, {refilled} were filled "
+            "again; the rest ran a real prefill inside the benchmark"
+        )
     if worker is None:
         return tuple(found)
     counters = worker.counters
     if counters["bytes_written"] > counters["bytes_needed"]:
         written, needed, asked = (counters[name] for name in ("bytes_written", "bytes_needed", "rows_asked"))
-        found.append(f"{_named('A15')}: {written:,} bytes written, {needed:,} needed "
-                     f"({asked:,} rows asked for)")  # fmt: skip
+        found.append(
+            f"{_named('A15')}: {written:,} bytes written, {needed:,} needed ({asked:,} rows asked for)"
+        )
     if counters["seconds_in_step"] > 0:
-        found.append(f"{_named('A17')}: {counters['seconds_in_step']:.6f} s of {counters['seconds']:.6f} s "
-                     "of filling lie inside a decode step")  # fmt: skip
+        found.append(
+            f"{_named('A17')}: {counters['seconds_in_step']:.6f} s of {counters['seconds']:.6f} s "
+            "of filling lie inside a decode step"
+        )
     return tuple(found)
 
 

@@ -13,15 +13,37 @@ from decodebench.connector import describe, startup_groups
 from decodebench.coverage.origins import Origins, extent, overlap
 from decodebench.coverage.plan import missing, plan_audit, plan_suspects, rows_of, sound_rows
 from decodebench.coverage.required import (
-    RequiredRows, holding_rows, owners, required_rows, steps_between, written_rows,
-)  # fmt: skip
+    RequiredRows,
+    holding_rows,
+    owners,
+    required_rows,
+    steps_between,
+    written_rows,
+)
 from decodebench.coverage.result import (
-    FILLED_ROW, NOTHING_TO_HOLD, SHARED, TOUCHED, UNCOVERED_ROW, WRONG_ROW, ZEROED_ROW, Audit, Tally,
+    FILLED_ROW,
+    NOTHING_TO_HOLD,
+    SHARED,
+    TOUCHED,
+    UNCOVERED_ROW,
+    WRONG_ROW,
+    ZEROED_ROW,
+    Audit,
+    Tally,
     place_of,
-)  # fmt: skip
+)
 from decodebench.fill import (
-    FILLED, UNTOUCHED, WRONG, ZEROED, Constant, FillReport, Normal, Values, Zeros, inspect_rows,
-)  # fmt: skip
+    FILLED,
+    UNTOUCHED,
+    WRONG,
+    ZEROED,
+    Constant,
+    FillReport,
+    Normal,
+    Values,
+    Zeros,
+    inspect_rows,
+)
 from decodebench.layout import KVCacheConfig
 from decodebench.specs import AttentionSpec, CircularBufferSpec, DecodebenchError, MambaSpec
 
@@ -207,9 +229,15 @@ def _judged_rows(cache: Cache, owner: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _touched(
-    layout: KVCacheConfig, group: int, judged: np.ndarray, states: np.ndarray, expected: np.ndarray,
-    owner: Sequence[np.ndarray], steps, holding: np.ndarray,
-) -> np.ndarray:  # fmt: skip
+    layout: KVCacheConfig,
+    group: int,
+    judged: np.ndarray,
+    states: np.ndarray,
+    expected: np.ndarray,
+    owner: Sequence[np.ndarray],
+    steps,
+    holding: np.ndarray,
+) -> np.ndarray:
     """bool [layers, num_blocks]: pages that were written and hold nothing that is stood in for."""
     pool = layout.groups[group].pool
     mine = owner[pool] == group
@@ -222,9 +250,12 @@ def _touched(
 
 
 def _drop_passed_on(
-    layout: KVCacheConfig, states: Sequence[np.ndarray], touched: Sequence[np.ndarray],
-    owner: Sequence[np.ndarray], origins: Origins,
-) -> None:  # fmt: skip
+    layout: KVCacheConfig,
+    states: Sequence[np.ndarray],
+    touched: Sequence[np.ndarray],
+    owner: Sequence[np.ndarray],
+    origins: Origins,
+) -> None:
     """Steps may have taken blocks, written and left them: only this fill's own values are stray there."""
     for g, group in enumerate(layout.groups):
         unknown = (states[g] == ZEROED) | (states[g] == WRONG) & (origins.writer[g] < 0)
@@ -232,9 +263,12 @@ def _drop_passed_on(
 
 
 def _find_touched(
-    tally: Tally, origins: Origins, states: Sequence[np.ndarray], touched: Sequence[np.ndarray],
+    tally: Tally,
+    origins: Origins,
+    states: Sequence[np.ndarray],
+    touched: Sequence[np.ndarray],
     owner: Sequence[np.ndarray],
-) -> None:  # fmt: skip
+) -> None:
     layout = tally.layout
     for g, group in enumerate(layout.groups):
         for j in range(len(group.layer_names)):
@@ -304,9 +338,14 @@ def _adopt_touched(tally: Tally, plan: Audit) -> None:
 
 
 def _disagreements(
-    layout: KVCacheConfig, plan: Audit, report: FillReport, by_fill: Sequence[np.ndarray],
-    covered: Sequence[np.ndarray], touched: Sequence[np.ndarray], at_startup: frozenset[int],
-) -> tuple[str, ...]:  # fmt: skip
+    layout: KVCacheConfig,
+    plan: Audit,
+    report: FillReport,
+    by_fill: Sequence[np.ndarray],
+    covered: Sequence[np.ndarray],
+    touched: Sequence[np.ndarray],
+    at_startup: frozenset[int],
+) -> tuple[str, ...]:
     """Where the bytes say something else than the plan; what the plan says was overwritten is no surprise."""
     ids = rows_of(layout, report)
     overwritten = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
@@ -330,8 +369,10 @@ def _disagreements(
         ):
             if rows.any():
                 j, block = np.argwhere(rows)[0].tolist()
-                told.append(f"{describe(layout, g)}: {int(rows.sum()):,} rows {words} (first: layer "
-                            f"{group.layer_names[j]!r}, block {block})")  # fmt: skip
+                told.append(
+                    f"{describe(layout, g)}: {int(rows.sum()):,} rows {words} (first: layer "
+                    f"{group.layer_names[j]!r}, block {block})"
+                )
     return tuple(told)
 
 

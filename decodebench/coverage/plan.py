@@ -8,14 +8,30 @@ import numpy as np
 
 from decodebench.blocks import NULL_BLOCK, Batch
 from decodebench.connector import (
-    ConnectorMetadata, ConnectorScheduler, ConnectorWorker, schedule, startup_groups,
-)  # fmt: skip
+    ConnectorMetadata,
+    ConnectorScheduler,
+    ConnectorWorker,
+    schedule,
+    startup_groups,
+)
 from decodebench.coverage.required import (
-    existing, hit_blocks, holding_rows, owners, required_rows, steps_between, written_rows,
-)  # fmt: skip
+    existing,
+    hit_blocks,
+    holding_rows,
+    owners,
+    required_rows,
+    steps_between,
+    written_rows,
+)
 from decodebench.coverage.result import (
-    FILLED_ROW, NOTHING_TO_HOLD, SHARED, UNCOVERED_ROW, Audit, Tally, place_of,
-)  # fmt: skip
+    FILLED_ROW,
+    NOTHING_TO_HOLD,
+    SHARED,
+    UNCOVERED_ROW,
+    Audit,
+    Tally,
+    place_of,
+)
 from decodebench.faults import FAULTS
 from decodebench.fill import FillReport, merge_rows
 from decodebench.layout import KVCacheConfig
@@ -147,7 +163,8 @@ def plan_suspects(
     return tuple(
         fault.id
         for fault in FAULTS.values()
-        if fault.leaves == "wrong bytes" and not fault.startup_fill
+        if fault.leaves == "wrong bytes"
+        and not fault.startup_fill
         and (meta := plan(fault.scheduler)) is not None
         and explains(fault.worker(layout).merge(meta), written)
-    )  # fmt: skip
+    )

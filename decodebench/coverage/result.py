@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,12 +131,18 @@ class Audit:
         def column(name: str) -> np.ndarray:  # object: None stays None
             return np.repeat(np.array([getattr(finding, name) for finding in found], dtype=object), repeats)
 
-        return pd.DataFrame({
-            "group": column("group").astype(np.int64), "layer": pd.Series(column("layer"), dtype=object),
-            "block": np.concatenate([np.empty(0, dtype=np.int64), *(finding.blocks for finding in found)]),
-            "request": pd.Series(column("request"), dtype=object),
-            "state": column("state"), "detail": column("detail"),
-        })  # fmt: skip
+        return pd.DataFrame(
+            {
+                "group": column("group").astype(np.int64),
+                "layer": pd.Series(column("layer"), dtype=object),
+                "block": np.concatenate(
+                    [np.empty(0, dtype=np.int64), *(finding.blocks for finding in found)]
+                ),
+                "request": pd.Series(column("request"), dtype=object),
+                "state": column("state"),
+                "detail": column("detail"),
+            }
+        )
 
     @property
     def verdict(self) -> str:
@@ -179,7 +186,7 @@ class Audit:
     def _by_group(self) -> np.ndarray:
         """Rows by state, int64 [requests, groups, 4]."""
         ends = np.cumsum([0] + [len(group.layer_names) for group in self.layout.groups])
-        parts = [self.counts[:, a:b].sum(axis=1) for a, b in zip(ends, ends[1:])]
+        parts = [self.counts[:, a:b].sum(axis=1) for a, b in itertools.pairwise(ends)]
         return np.stack(parts, axis=1)
 
 
@@ -207,9 +214,14 @@ class Tally:
         self.counts[rows.request, self._first[rows.group] + layer] += np.bincount(row_states, minlength=4)[:4]
 
     def find(
-        self, group: int, layer: int | None, blocks: Sequence[int] | np.ndarray, state: str, detail: str,
+        self,
+        group: int,
+        layer: int | None,
+        blocks: Sequence[int] | np.ndarray,
+        state: str,
+        detail: str,
         request: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not len(blocks):
             return
         name = None if layer is None else self.layout.groups[group].layer_names[layer]

@@ -22,8 +22,23 @@ from decodebench.decode.study import first_layers, latency_table, small_cache
 from decodebench.decode.work import DecodeError, LayerWork, decode_bytes, decode_work, layer_kind, visible
 
 __all__ = [
-    "BACKENDS", "DecodeError", "DecodeMeasurement", "DecodeStep", "LayerStep", "LayerWork",
-    "compare_with_reference", "decode_bytes", "decode_work", "first_layers", "holds_fill", "latency_table",
-    "layer_kind", "limit_seconds", "measure_decode", "prepare_step", "resolve_backend", "small_cache",
+    "BACKENDS",
+    "DecodeError",
+    "DecodeMeasurement",
+    "DecodeStep",
+    "LayerStep",
+    "LayerWork",
+    "compare_with_reference",
+    "decode_bytes",
+    "decode_work",
+    "first_layers",
+    "holds_fill",
+    "latency_table",
+    "layer_kind",
+    "limit_seconds",
+    "measure_decode",
+    "prepare_step",
+    "resolve_backend",
+    "small_cache",
     "visible",
-]  # fmt: skip
+]

@@ -92,14 +92,24 @@ class DecodeMeasurement:
     def to_dict(self) -> dict[str, object]:
         """Flat columns for a result row."""
         return {
-            **self.timing.to_dict(), "backend": self.backend, "device": self.timing.device,
-            "num_requests": self.num_requests, "context_min": self.context[0], "context_max": self.context[1],
-            "bytes_read": self.bytes_read, "bytes_written": self.bytes_written,
-            "bytes_moved": self.bytes_read + self.bytes_written, "gb_per_s": self.gbps,
-            "limit_s": self.limit, "limit_share": self.share, "read_gbps": self.bandwidth.read,
-            "update_gbps": self.bandwidth.update, "seed": self.seed,
-            "fallbacks": "; ".join(self.fallbacks), "notes": "; ".join(self.notes),
-        }  # fmt: skip
+            **self.timing.to_dict(),
+            "backend": self.backend,
+            "device": self.timing.device,
+            "num_requests": self.num_requests,
+            "context_min": self.context[0],
+            "context_max": self.context[1],
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "bytes_moved": self.bytes_read + self.bytes_written,
+            "gb_per_s": self.gbps,
+            "limit_s": self.limit,
+            "limit_share": self.share,
+            "read_gbps": self.bandwidth.read,
+            "update_gbps": self.bandwidth.update,
+            "seed": self.seed,
+            "fallbacks": "; ".join(self.fallbacks),
+            "notes": "; ".join(self.notes),
+        }
 
     def __str__(self) -> str:
         low, high = self.context
@@ -169,9 +179,17 @@ def measure_decode(
     if step.assumed:
         notes.append("query heads assumed: one a KV head (a layout made by hand); pass query_heads=")
     return DecodeMeasurement(
-        timing, step.backend, limit or bandwidth(cache.device), tuple(x.work for x in step.layers),
-        len(tokens), (min(tokens), max(tokens)), seed, step.fallbacks, tuple(notes), kind_timings,
-    )  # fmt: skip
+        timing,
+        step.backend,
+        limit or bandwidth(cache.device),
+        tuple(x.work for x in step.layers),
+        len(tokens),
+        (min(tokens), max(tokens)),
+        seed,
+        step.fallbacks,
+        tuple(notes),
+        kind_timings,
+    )
 
 
 def _small_working_set(cache: Cache, step: DecodeStep) -> str | None:

@@ -290,9 +290,11 @@ def _state_layer(cache, batch, work, spec, module, table, random) -> LayerStep:
         module = eager if fallback else module
     touched = tuple((part, (rows,)) for part in parts.values())
     return LayerStep(
-        work, lambda: module.state_step(work.kind, parts, rows, inputs), touched,
+        work,
+        lambda: module.state_step(work.kind, parts, rows, inputs),
+        touched,
         fallback and f"eager torch in float32, {fallback}",
-    )  # fmt: skip
+    )
 
 
 def _bits(view: torch.Tensor) -> torch.Tensor:

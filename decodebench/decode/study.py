@@ -33,10 +33,15 @@ def first_layers(layout: KVCacheConfig, count: int) -> KVCacheConfig:
         for group in layout.groups
     ]
     return from_groups(
-        groups, layout.pool_num_blocks, layout.memory_order, max_model_len=layout.max_model_len,
-        max_in_flight_tokens=layout.max_in_flight_tokens, model=layout.model, options=layout.options,
+        groups,
+        layout.pool_num_blocks,
+        layout.memory_order,
+        max_model_len=layout.max_model_len,
+        max_in_flight_tokens=layout.max_in_flight_tokens,
+        model=layout.model,
+        options=layout.options,
         decode_context_parallel_size=layout.decode_context_parallel_size,
-    )  # fmt: skip
+    )
 
 
 def small_cache(
@@ -125,6 +130,14 @@ def latency_table(
 
 
 _MEASURED = (
-    "median_s", "q1_s", "q3_s", "p10_s", "p90_s", "steps", "bytes_moved", "gb_per_s", "limit_s",
+    "median_s",
+    "q1_s",
+    "q3_s",
+    "p10_s",
+    "p90_s",
+    "steps",
+    "bytes_moved",
+    "gb_per_s",
+    "limit_s",
     "limit_share",
-)  # fmt: skip
+)

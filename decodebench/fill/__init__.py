@@ -9,17 +9,56 @@ bits. Everything is checked before the first byte is written.
 """
 
 from decodebench.fill.readback import (
-    FILLED, STATE_NAMES, UNTOUCHED, WRONG, ZEROED, RowStates, identify_row, inspect_rows,
-)  # fmt: skip
+    FILLED,
+    STATE_NAMES,
+    UNTOUCHED,
+    WRONG,
+    ZEROED,
+    RowStates,
+    identify_row,
+    inspect_rows,
+)
 from decodebench.fill.values import (
-    BLOCK_STRIDE, LAYER_STRIDE, MAX_BANK_BYTES, PART_STRIDE, Constant, FillRefused, Normal, Poison, Tags,
-    Values, Zeros, encode,
-)  # fmt: skip
+    BLOCK_STRIDE,
+    LAYER_STRIDE,
+    MAX_BANK_BYTES,
+    PART_STRIDE,
+    Constant,
+    FillRefused,
+    Normal,
+    Poison,
+    Tags,
+    Values,
+    Zeros,
+    encode,
+)
 from decodebench.fill.write import FillFailed, FillReport, check_rows, fill_rows, merge_rows, runs
 
 __all__ = [
-    "BLOCK_STRIDE", "FILLED", "LAYER_STRIDE", "MAX_BANK_BYTES", "PART_STRIDE", "STATE_NAMES", "UNTOUCHED",
-    "WRONG", "ZEROED", "Constant", "FillFailed", "FillRefused", "FillReport", "Normal", "Poison", "RowStates",
-    "Tags", "Values", "Zeros", "check_rows", "encode", "fill_rows", "identify_row", "inspect_rows",
-    "merge_rows", "runs",
-]  # fmt: skip
+    "BLOCK_STRIDE",
+    "FILLED",
+    "LAYER_STRIDE",
+    "MAX_BANK_BYTES",
+    "PART_STRIDE",
+    "STATE_NAMES",
+    "UNTOUCHED",
+    "WRONG",
+    "ZEROED",
+    "Constant",
+    "FillFailed",
+    "FillRefused",
+    "FillReport",
+    "Normal",
+    "Poison",
+    "RowStates",
+    "Tags",
+    "Values",
+    "Zeros",
+    "check_rows",
+    "encode",
+    "fill_rows",
+    "identify_row",
+    "inspect_rows",
+    "merge_rows",
+    "runs",
+]

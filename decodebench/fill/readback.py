@@ -9,9 +9,17 @@ import torch
 
 from decodebench.cache import BITS, POISON, Cache, Span, torch_dtype
 from decodebench.fill.values import (
-    BLOCK_STRIDE, LAYER_STRIDE, PART_STRIDE, ZEROS, Constant, Normal, Tags, Values, poison_number,
+    BLOCK_STRIDE,
+    LAYER_STRIDE,
+    PART_STRIDE,
+    ZEROS,
+    Constant,
+    Normal,
+    Tags,
+    Values,
+    poison_number,
     value_dtypes,
-)  # fmt: skip
+)
 from decodebench.specs import PagePart
 
 #: states of a row as read back from its bytes

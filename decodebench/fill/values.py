@@ -211,10 +211,12 @@ class Normal(Values):
         """The rule of the module's text for the rows of a span, as the Triton kernel takes it."""
         dtype = span.part.dtype
         return {
-            "bank": self.bank(dtype, span.bits.device), "period": self.period(dtype),
+            "bank": self.bank(dtype, span.bits.device),
+            "period": self.period(dtype),
             "shift": span.first_layer * LAYER_STRIDE + span.part_index * PART_STRIDE,
-            "shift_of_layer": LAYER_STRIDE, "shift_of_block": BLOCK_STRIDE,
-        }  # fmt: skip
+            "shift_of_layer": LAYER_STRIDE,
+            "shift_of_block": BLOCK_STRIDE,
+        }
 
     def sources(self, target, dtype, layer, block, step, part):
         bank, (layers, rows, columns) = self.bank(dtype, target.device), target.shape

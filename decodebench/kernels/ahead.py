@@ -42,9 +42,15 @@ def _attention(group: int, dk: int, dv: int, v_offset: int, dtype, fp8: str = ""
     size = 4 if dtype == tl.float32 else 2
     shape = gpu.attention_shape(group, dk, dv, v_offset, size, fp8)
     pointers = {
-        "q_ptr": _POINTERS[dtype], "kv_ptr": "*u8" if fp8 else _POINTERS[dtype], "table_ptr": "*i32",
-        "start_ptr": "*i64", "stop_ptr": "*i64", "part_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32",
-    }  # fmt: skip
+        "q_ptr": _POINTERS[dtype],
+        "kv_ptr": "*u8" if fp8 else _POINTERS[dtype],
+        "table_ptr": "*i32",
+        "start_ptr": "*i64",
+        "stop_ptr": "*i64",
+        "part_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+        "scale": "fp32",
+    }
     integers = ("entries", "table_width", "kv_block_stride", "kv_head_stride", "kv_entry_stride")
     signature = pointers | dict.fromkeys(integers, "i64")
     constants = shape | {"KV_HEADS": 8, "COMPUTE": dtype, "SPLITS": splits}
@@ -83,15 +89,24 @@ def variants() -> dict[str, tuple]:
         "MLA fp32 16×576/512": _attention(16, 576, 512, 0, fp32),
         "MLA e4m3 128×576/512": _attention(128, 576, 512, 0, bf16, "e4m3"),
         "merge 8×128": (
-            gpu.attention_merge, {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"},
-            {"DV": 128, "DV_TILE": 128, "SPLITS": 8}, {},
+            gpu.attention_merge,
+            {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"},
+            {"DV": 128, "DV_TILE": 128, "SPLITS": 8},
+            {},
         ),
         "merge 64×512": (
-            gpu.attention_merge, {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"},
-            {"DV": 512, "DV_TILE": 512, "SPLITS": 64}, {"num_warps": 8},
+            gpu.attention_merge,
+            {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"},
+            {"DV": 512, "DV_TILE": 512, "SPLITS": 64},
+            {"num_warps": 8},
         ),
         "conv bf16": _state(
-            gpu.conv_update, "x weight bias out", "row_stride channels", LENGTH=3, TAPS=3, SILU=True,
+            gpu.conv_update,
+            "x weight bias out",
+            "row_stride channels",
+            LENGTH=3,
+            TAPS=3,
+            SILU=True,
             TILE=1024,
         ),
         "mamba1 bf16": _state(
@@ -105,13 +120,20 @@ def variants() -> dict[str, tuple]:
             gpu.delta_update, **delta, HEADS=32, DV=128, DK=128, DK_TILE=128, TILE=32, PER_CHANNEL=False
         ),
         "kda fp32": _state(
-            gpu.delta_update, **delta, state=fp32, HEADS=32, DV=128, DK=128, DK_TILE=128, TILE=32,
+            gpu.delta_update,
+            **delta,
+            state=fp32,
+            HEADS=32,
+            DV=128,
+            DK=128,
+            DK_TILE=128,
+            TILE=32,
             PER_CHANNEL=True,
         ),
         "fill constant fp32": _rows("*i32", noise=False),
         "fill noise bf16": _rows("*i16", noise=True),
         "fill noise fp8": _rows("*u8", noise=True),
-    }  # fmt: skip
+    }
 
 
 def compile_ahead(

@@ -24,9 +24,7 @@ from decodebench.specs import DecodebenchError
 
 NAME = "cpp"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
-_CODES = {
-    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4
-}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 
 
 class CompilerMissing(DecodebenchError):
@@ -115,8 +113,25 @@ def attend(q, view, table, start, stop, *, scale: float, head_size_v: int, v_off
     blocks, head, entry, last = view.stride()
     assert last == 1 and table.dtype == torch.int32 and table.is_contiguous()
     _call(
-        "decode_attention", view, _CODES[view.dtype], blocks, head, entry, table, table.shape[1], start, stop,
-        batch, kv_heads, heads // kv_heads, entries, dk, head_size_v, v_offset, q32, out,
+        "decode_attention",
+        view,
+        _CODES[view.dtype],
+        blocks,
+        head,
+        entry,
+        table,
+        table.shape[1],
+        start,
+        stop,
+        batch,
+        kv_heads,
+        heads // kv_heads,
+        entries,
+        dk,
+        head_size_v,
+        v_offset,
+        q32,
+        out,
     )
     return out.to(q.dtype)
 
@@ -142,8 +157,20 @@ def state_step(kind: str, parts: dict, rows: torch.Tensor, inputs: dict[str, tor
     weight = inputs.get("weight_t")
     weight = inputs["weight"].T.contiguous() if weight is None else weight
     _call(
-        "decode_conv", conv, _CODES[conv.dtype], conv.stride(0), rows, batch, length, channels, inputs["x"],
-        weight, inputs["bias"], weight.shape[0] - 1, int(kind != "short_conv"), y,
+        "decode_conv",
+        conv,
+        _CODES[conv.dtype],
+        conv.stride(0),
+        rows,
+        batch,
+        length,
+        channels,
+        inputs["x"],
+        weight,
+        inputs["bias"],
+        weight.shape[0] - 1,
+        int(kind != "short_conv"),
+        y,
     )
     if kind == "short_conv":
         return y

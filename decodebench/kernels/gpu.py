@@ -45,13 +45,34 @@ def _decode_tile(x, FP8: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def attention_split(
-    q_ptr, kv_ptr, table_ptr, start_ptr, stop_ptr, part_ptr, lse_ptr,
-    scale, entries, table_width, kv_block_stride, kv_head_stride, kv_entry_stride,
-    GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, KV_HEADS: tl.constexpr,
-    DK: tl.constexpr, DK1: tl.constexpr, DK2: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
-    V_OFFSET: tl.constexpr, V_IS_K1: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr,
-    TOKENS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    start_ptr,
+    stop_ptr,
+    part_ptr,
+    lse_ptr,
+    scale,
+    entries,
+    table_width,
+    kv_block_stride,
+    kv_head_stride,
+    kv_entry_stride,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DK1: tl.constexpr,
+    DK2: tl.constexpr,
+    DV: tl.constexpr,
+    DV_TILE: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    V_IS_K1: tl.constexpr,
+    FP8: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """One (request, KV head and tile of its group, split): normalised output and log-sum-exp of the split.
 
     Keys are two tiles, DK1 (a power of two) and DK2 wide (masked; 0 for none), so that 576 does not
@@ -140,9 +161,16 @@ def attention_shape(group: int, dk: int, dv: int, v_offset: int, element_size: i
         "GROUP": group,
         # tl.dot takes at least 16 rows; more than 32 would not fit the registers at 512 columns
         "GROUP_TILE": min(max(16, triton.next_power_of_2(group)), 32 if dv_tile > 256 else 64),
-        "DK": dk, "DK1": dk1, "DK2": dk2, "DV": dv, "DV_TILE": dv_tile, "V_OFFSET": v_offset,
-        "V_IS_K1": v_offset == 0 and dv == dk1, "FP8": fp8, "TOKENS": tokens,
-    }  # fmt: skip
+        "DK": dk,
+        "DK1": dk1,
+        "DK2": dk2,
+        "DV": dv,
+        "DV_TILE": dv_tile,
+        "V_OFFSET": v_offset,
+        "V_IS_K1": v_offset == 0 and dv == dk1,
+        "FP8": fp8,
+        "TOKENS": tokens,
+    }
 
 
 def launch_options(shape: dict) -> dict:
@@ -177,10 +205,25 @@ def attend(q, view, table, start, stop, *, scale: float, head_size_v: int, v_off
     compute = torch.float32 if torch.float32 in (q.dtype, view.dtype) else (q.dtype if fp8 else view.dtype)
     source = view.view(torch.uint8) if fp8 else view
     attention_split[(batch, kv_heads * tiles, splits)](
-        q.contiguous(), source, table, start, stop, part, lse, scale, entries, table.stride(0),
-        view.stride(0), view.stride(1), view.stride(2), KV_HEADS=kv_heads, SPLITS=splits,
-        COMPUTE=tl.float32 if INTERPRETED else _TL[compute], **shape, **launch_options(shape),
-    )  # fmt: skip
+        q.contiguous(),
+        source,
+        table,
+        start,
+        stop,
+        part,
+        lse,
+        scale,
+        entries,
+        table.stride(0),
+        view.stride(0),
+        view.stride(1),
+        view.stride(2),
+        KV_HEADS=kv_heads,
+        SPLITS=splits,
+        COMPUTE=tl.float32 if INTERPRETED else _TL[compute],
+        **shape,
+        **launch_options(shape),
+    )
     attention_merge[(batch * heads,)](part, lse, out, DV=head_size_v, DV_TILE=shape["DV_TILE"], SPLITS=splits)
     return out
 
@@ -190,9 +233,19 @@ def attend(q, view, table, start, stop, *, scale: float, head_size_v: int, v_off
 
 @triton.jit
 def conv_update(
-    state_ptr, rows_ptr, x_ptr, weight_ptr, bias_ptr, out_ptr, row_stride, channels,
-    LENGTH: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    state_ptr,
+    rows_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    row_stride,
+    channels,
+    LENGTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Causal depthwise convolution of one new input over the stored ones, and the shift, in one pass."""
     request = tl.program_id(0)
     c = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -216,9 +269,21 @@ def conv_update(
 
 @triton.jit
 def mamba1_update(
-    state_ptr, rows_ptr, x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, out_ptr, row_stride, channels,
-    N: tl.constexpr, N_TILE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    state_ptr,
+    rows_ptr,
+    x_ptr,
+    dt_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    out_ptr,
+    row_stride,
+    channels,
+    N: tl.constexpr,
+    N_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """h ← exp(dt·a)·h + dt·b·x, y = h·c + d·x for TILE channels of one request."""
     request = tl.program_id(0)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -239,9 +304,22 @@ def mamba1_update(
 
 @triton.jit
 def mamba2_update(
-    state_ptr, rows_ptr, xbc_ptr, dt_ptr, a_ptr, d_ptr, out_ptr, row_stride, channels, groups,
-    HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, N_TILE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    state_ptr,
+    rows_ptr,
+    xbc_ptr,
+    dt_ptr,
+    a_ptr,
+    d_ptr,
+    out_ptr,
+    row_stride,
+    channels,
+    groups,
+    HEADS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    N_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """h ← exp(dt·a)·h + dt·b·x, y = h·c + d·x for TILE of a head's P rows; a, d, dt one a head."""
     request = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -264,10 +342,23 @@ def mamba2_update(
 
 @triton.jit
 def delta_update(
-    state_ptr, rows_ptr, qkv_ptr, g_ptr, beta_ptr, out_ptr, row_stride, channels, key_heads, q_scale,
-    HEADS: tl.constexpr, DV: tl.constexpr, DK: tl.constexpr, DK_TILE: tl.constexpr, TILE: tl.constexpr,
+    state_ptr,
+    rows_ptr,
+    qkv_ptr,
+    g_ptr,
+    beta_ptr,
+    out_ptr,
+    row_stride,
+    channels,
+    key_heads,
+    q_scale,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    DK: tl.constexpr,
+    DK_TILE: tl.constexpr,
+    TILE: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
-):  # fmt: skip
+):
     """Gated delta rule for TILE of a head's DV rows; the decay is one a head or one a key channel."""
     request = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -314,9 +405,19 @@ def state_step(kind: str, parts: dict, rows: torch.Tensor, inputs: dict[str, tor
     length, channels = conv.shape[1:]
     y = torch.empty(batch, channels, device=conv.device)
     conv_update[(batch, triton.cdiv(channels, 1024))](
-        conv, rows, inputs["x"], inputs["weight"], inputs["bias"], y, conv.stride(0), channels,
-        LENGTH=length, TAPS=inputs["weight"].shape[1] - 1, SILU=kind != "short_conv", TILE=1024,
-    )  # fmt: skip
+        conv,
+        rows,
+        inputs["x"],
+        inputs["weight"],
+        inputs["bias"],
+        y,
+        conv.stride(0),
+        channels,
+        LENGTH=length,
+        TAPS=inputs["weight"].shape[1] - 1,
+        SILU=kind != "short_conv",
+        TILE=1024,
+    )
     if kind == "short_conv":
         return y
     state = parts["ssm" if "ssm" in parts else "recurrent"]
@@ -326,22 +427,55 @@ def state_step(kind: str, parts: dict, rows: torch.Tensor, inputs: dict[str, tor
     out = torch.empty(batch, *shape[:-1], device=conv.device)
     if kind == "mamba1":
         mamba1_update[(batch, triton.cdiv(shape[0], tile))](
-            state, rows, y, *(inputs[n] for n in ("dt", "a", "b", "c", "d")), out, state.stride(0), shape[0],
-            N=shape[1], N_TILE=columns, TILE=tile,
-        )  # fmt: skip
+            state,
+            rows,
+            y,
+            *(inputs[n] for n in ("dt", "a", "b", "c", "d")),
+            out,
+            state.stride(0),
+            shape[0],
+            N=shape[1],
+            N_TILE=columns,
+            TILE=tile,
+        )
         return out
     heads, width, n = shape
     grid = (batch * heads, triton.cdiv(width, tile))
     if kind == "mamba2":
         mamba2_update[grid](
-            state, rows, y, inputs["dt"], inputs["a"], inputs["d"], out, state.stride(0), channels,
-            (channels - heads * width) // (2 * n), HEADS=heads, P=width, N=n, N_TILE=columns, TILE=tile,
-        )  # fmt: skip
+            state,
+            rows,
+            y,
+            inputs["dt"],
+            inputs["a"],
+            inputs["d"],
+            out,
+            state.stride(0),
+            channels,
+            (channels - heads * width) // (2 * n),
+            HEADS=heads,
+            P=width,
+            N=n,
+            N_TILE=columns,
+            TILE=tile,
+        )
     else:
         delta_update[grid](
-            state, rows, y, inputs["g"], inputs["beta"], out, state.stride(0), channels,
-            (channels - heads * width) // (2 * n), n**-0.5, HEADS=heads, DV=width, DK=n, DK_TILE=columns,
-            TILE=tile, PER_CHANNEL=kind == "kda",
-        )  # fmt: skip
+            state,
+            rows,
+            y,
+            inputs["g"],
+            inputs["beta"],
+            out,
+            state.stride(0),
+            channels,
+            (channels - heads * width) // (2 * n),
+            n**-0.5,
+            HEADS=heads,
+            DV=width,
+            DK=n,
+            DK_TILE=columns,
+            TILE=tile,
+            PER_CHANNEL=kind == "kda",
+        )
     return out
-

@@ -21,9 +21,21 @@ TILE = 4096
 
 @triton.jit
 def fill_kernel(
-    target_ptr, ids_ptr, bank_ptr, number, columns, tiles, layer_stride, block_stride,
-    shift, shift_of_layer, shift_of_block, period, NOISE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    target_ptr,
+    ids_ptr,
+    bank_ptr,
+    number,
+    columns,
+    tiles,
+    layer_stride,
+    block_stride,
+    shift,
+    shift_of_layer,
+    shift_of_block,
+    period,
+    NOISE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Program (row × tile, layer): a tile of a row of a layer gets a number, or a window of the bank."""
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     layer = tl.program_id(1).to(tl.int64)
@@ -40,10 +52,16 @@ def fill_kernel(
 
 
 def write(
-    bits: torch.Tensor, ids: Sequence[int], number: int | None, *,
-    bank: torch.Tensor | None = None, period: int = 1,
-    shift: int = 0, shift_of_layer: int = 0, shift_of_block: int = 0,
-) -> None:  # fmt: skip
+    bits: torch.Tensor,
+    ids: Sequence[int],
+    number: int | None,
+    *,
+    bank: torch.Tensor | None = None,
+    period: int = 1,
+    shift: int = 0,
+    shift_of_layer: int = 0,
+    shift_of_block: int = 0,
+) -> None:
     """Write rows ``ids`` of ``[L, num_blocks, numel]`` bits: ``number``, or windows of the bank.
 
     The bank must be longer than ``period`` by at least ``TILE`` elements that repeat its beginning.
@@ -53,7 +71,18 @@ def write(
     rows = torch.tensor(ids, dtype=torch.int64, device=bits.device)
     noise = number is None
     fill_kernel[(len(ids) * tiles, layers)](
-        bits, rows, bank if noise else bits, 0 if noise else number, columns, tiles,
-        bits.stride(0), bits.stride(1),
-        shift, shift_of_layer, shift_of_block, period, NOISE=noise, TILE=TILE,
-    )  # fmt: skip
+        bits,
+        rows,
+        bank if noise else bits,
+        0 if noise else number,
+        columns,
+        tiles,
+        bits.stride(0),
+        bits.stride(1),
+        shift,
+        shift_of_layer,
+        shift_of_block,
+        period,
+        NOISE=noise,
+        TILE=TILE,
+    )

@@ -18,9 +18,21 @@ from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, mo
 from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
 
 __all__ = [
-    "FAMILIES", "AttentionLayer", "CacheOptions", "ConfigError", "Family", "IndexerLayer", "LatentLayer",
-    "Layer", "Model", "OptionError", "Resolved", "StateLayer", "list_models", "load_model",
-]  # fmt: skip
+    "FAMILIES",
+    "AttentionLayer",
+    "CacheOptions",
+    "ConfigError",
+    "Family",
+    "IndexerLayer",
+    "LatentLayer",
+    "Layer",
+    "Model",
+    "OptionError",
+    "Resolved",
+    "StateLayer",
+    "list_models",
+    "load_model",
+]
 
 #: config.json facts of known models
 DATA = Path(__file__).resolve().parents[2] / "data" / "models"
@@ -91,17 +103,30 @@ def read_model(config: Mapping, name: str) -> Model:
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 #: model types that are read like another one
 TEXT_TYPES = {
-    "gemma4_unified_text": "gemma4_text", "kimi_vl": "deepseek_v3", "deepseek_vl_v2": "deepseek_v2",
-    "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_omni_moe_text": "qwen3_moe",
-    "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "mistral3": "mistral",
-}  # fmt: skip
+    "gemma4_unified_text": "gemma4_text",
+    "kimi_vl": "deepseek_v3",
+    "deepseek_vl_v2": "deepseek_v2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "mistral3": "mistral",
+}
 #: multimodal model type → path of its language model; "language_model." where it has a text config
 TEXT_PREFIXES = {
-    "lfm2_vl": "language.", "deepseek_vl_v2": "language.", "ovis": "llm.", "ovis2_5": "llm.",
+    "lfm2_vl": "language.",
+    "deepseek_vl_v2": "language.",
+    "ovis": "llm.",
+    "ovis2_5": "llm.",
     "minicpmv": "llm.",
-    "qwen2_vl": "language_model.", "qwen2_5_vl": "language_model.",
-}  # fmt: skip
+    "qwen2_vl": "language_model.",
+    "qwen2_5_vl": "language_model.",
+}
 
 
 def text_config(outer: Fields) -> tuple[Fields, str]:

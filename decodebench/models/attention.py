@@ -37,8 +37,7 @@ def window(f: Fields, gate: str | None = None) -> int | None:
 
 
 def every(period: int, *names: str) -> Types:
-    """Every ``period``-th layer attends to everything, the others to a window; a field may give the period.
-    """
+    """Every ``period``-th layer attends to everything, the others to a window; a field may give the period."""
 
     def types(f: Fields, length: int) -> list[str]:
         given = f.get(*names) if names else None
@@ -83,9 +82,11 @@ def all_or_none(f: Fields, length: int) -> list[str]:
     first = f.integer("max_window_layers", default=length, least=0)
     types = given or ["sliding_attention" if i >= first else "full_attention" for i in range(length)]
     if len(set(types)) > 1 and first != length:
-        raise f.wrong(("max_window_layers",), first, "a window for some of the layers only is not "
-                       "served by vLLM: "
-                      "set use_sliding_window to false")  # fmt: skip
+        raise f.wrong(
+            ("max_window_layers",),
+            first,
+            "a window for some of the layers only is not served by vLLM: set use_sliding_window to false",
+        )
     # a mix that is let through is not applied per layer: those layers attend to everything
     return types if len(set(types)) == 1 else ["full_attention"] * length
 
@@ -106,9 +107,14 @@ def as_a_whole(f: Fields, length: int) -> list[str]:
 
 
 def read_attention(
-    f: Fields, root: str, path: str = "self_attn.attn", widen: int = 0, types: Types = everywhere,
-    always: bool = False, gate: str | None = None,
-) -> list[Layer]:  # fmt: skip
+    f: Fields,
+    root: str,
+    path: str = "self_attn.attn",
+    widen: int = 0,
+    types: Types = everywhere,
+    always: bool = False,
+    gate: str | None = None,
+) -> list[Layer]:
     """One attention layer per decoder layer; ``layer_types`` says which have the window or the chunks.
 
     ``types`` says it where ``layer_types`` does not, or ``always``. ``widen``: tokens that the window
@@ -131,7 +137,7 @@ def read_attention(
                 size,
                 sliding_window=span + widen if kind in SLIDING and span else None,
                 attention_chunk_size=chunk if kind in CHUNKED else None,
-            )  # fmt: skip
+            )
         )
     return layers
 
@@ -280,9 +286,13 @@ def read_whisper(f: Fields, root: str) -> list[Layer]:
 
 
 def read_multi_head(
-    f: Fields, root: str, path: str, count: str = "num_attention_heads", width: str = "hidden_size",
+    f: Fields,
+    root: str,
+    path: str,
+    count: str = "num_attention_heads",
+    width: str = "hidden_size",
     depth: str = "num_hidden_layers",
-) -> list[Layer]:  # fmt: skip
+) -> list[Layer]:
     """As many KV heads as query heads, under older names."""
     n = f.integer(count, "num_attention_heads")
     size = f.integer(width, "hidden_size") // n

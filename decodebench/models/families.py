@@ -40,11 +40,20 @@ class Family:
     kv_cache_dtype: str = "auto"
 
 
-def attending(max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None,
-              sliding_window: int | None = None, **arguments) -> Family:  # fmt: skip
+def attending(
+    max_position_embeddings: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    sliding_window: int | None = None,
+    **arguments,
+) -> Family:
     """A family of plain attention, by the defaults of its config class and what its reader is told."""
-    defaults = {"max_position_embeddings": max_position_embeddings, "num_key_value_heads": kv_heads,
-                "head_dim": head_dim, "sliding_window": sliding_window}  # fmt: skip
+    defaults = {
+        "max_position_embeddings": max_position_embeddings,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "sliding_window": sliding_window,
+    }
     known = {name: value for name, value in defaults.items() if value is not None}
     return Family(attention.read_attention, arguments, known)
 
@@ -61,32 +70,56 @@ def no_window(f: Fields, length: int) -> list[str]:
 
 
 def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments) -> Family:
-    defaults = {"max_position_embeddings": max_position_embeddings, "kv_lora_rank": 512,
-    "qk_rope_head_dim": rope,
-                "qk_nope_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128}  # fmt: skip
+    defaults = {
+        "max_position_embeddings": max_position_embeddings,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+    }
     return Family(read, arguments, defaults, kernel_block_size=64)
 
 
 DELTA_NET = {
-    "max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+}
 GRANITE_HYBRID = {
-    "max_position_embeddings": 2048, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
-    "mamba_n_heads": 128, "mamba_n_groups": 1,
-}  # fmt: skip
+    "max_position_embeddings": 2048,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+}
 MAMBA_1 = {"expand": 2, "conv_kernel": 4, "state_size": 16}
 ZAMBA_2 = {
-    "max_position_embeddings": 4096, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_expand": 2,
-    "mamba_ngroups": 1, "n_mamba_heads": 8, "num_mem_blocks": 1,
+    "max_position_embeddings": 4096,
+    "mamba_d_state": 64,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 8,
+    "num_mem_blocks": 1,
     "hybrid_layer_ids": [6, 12, 18, 24, 30, 36, 42, 47, 51],
-}  # fmt: skip
+}
 NEMOTRON_H = {
-    "max_position_embeddings": 4096, "num_key_value_heads": 8, "head_dim": 128, "conv_kernel": 4,
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "conv_kernel": 4,
     "n_groups": 8,
-    "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
-}  # fmt: skip
+    "ssm_state_size": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+}
 
 FAMILIES: dict[str, Family] = {
     # full attention, or one window for all layers
@@ -133,7 +166,7 @@ FAMILIES: dict[str, Family] = {
         {"path": "attn.attn", "count": "n_head", "width": "n_embd", "depth": "n_layer"},
         {"n_positions": 1024},
         root="transformer.h",
-    ),  # fmt: skip
+    ),
     "gpt_neox": Family(
         attention.read_multi_head, {"path": "attention.attn"}, {"max_position_embeddings": 2048}
     ),
@@ -142,12 +175,12 @@ FAMILIES: dict[str, Family] = {
         {"path": "self_attn.attn"},
         {"max_position_embeddings": 2048},
         root="model.decoder.layers",
-    ),  # fmt: skip
+    ),
     "bloom": Family(
         attention.read_multi_head,
         {"path": "self_attention.attn", "count": "n_head", "depth": "n_layer"},
         root="transformer.h",
-    ),  # fmt: skip
+    ),
     "falcon": Family(attention.read_falcon, defaults={"max_position_embeddings": 2048}, root="transformer.h"),
     # windows beside full attention
     "gemma2": attending(8192, kv_heads=4, head_dim=256, sliding_window=4096, types=every(2)),
@@ -169,7 +202,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 512,
             "num_kv_shared_layers": 15,
         },
-    ),  # fmt: skip
+    ),
     "gemma4_text": Family(
         attention.read_gemma4,
         defaults={
@@ -181,7 +214,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": attending(
         131072, kv_heads=8, head_dim=64, sliding_window=128, path="attn.attn", types=alternating, always=True
-    ),  # fmt: skip
+    ),
     "cohere2": attending(8192, sliding_window=4096, types=every(4, "sliding_window_pattern"), widen=1),
     "cohere2_moe": attending(8192, sliding_window=4096, types=dense_first, widen=1),
     "granite_swa": attending(2048, sliding_window=128, types=first_of(4)),
@@ -202,7 +235,7 @@ FAMILIES: dict[str, Family] = {
             "v_head_dim": 128,
             "sliding_window": 128,
         },
-    ),  # fmt: skip
+    ),
     "mimo_v2": Family(attention.read_mimo, defaults={"max_position_embeddings": 131072}),
     # chunks
     "llama4_text": Family(
@@ -213,7 +246,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 128,
             "attention_chunk_size": 8192,
         },
-    ),  # fmt: skip
+    ),
     # encoder and decoder
     "whisper": Family(attention.read_whisper, defaults={"max_target_positions": 448}, root=".decoder.layers"),
     # latent attention
@@ -241,7 +274,7 @@ FAMILIES: dict[str, Family] = {
         kernel_block_size=256,
         memory_order="BLHNC",
         kv_cache_dtype="fp8_ds_mla",
-    ),  # fmt: skip
+    ),
     # states
     "jamba": Family(
         state.read_jamba,
@@ -254,7 +287,7 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_conv": 4,
             "mamba_expand": 2,
         },
-    ),  # fmt: skip
+    ),
     "mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
     "falcon_mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
     "mamba2": Family(
@@ -270,10 +303,8 @@ FAMILIES: dict[str, Family] = {
         root="backbone.layers",
     ),
     "nemotron_h": Family(
-        state.read_nemotron_h,
-        defaults=NEMOTRON_H,
-        ssm_dtype=("mamba_ssm_cache_dtype", "float32"),
-    ),  # fmt: skip
+        state.read_nemotron_h, defaults=NEMOTRON_H, ssm_dtype=("mamba_ssm_cache_dtype", "float32")
+    ),
     "granitemoehybrid": Family(state.read_granite, defaults=GRANITE_HYBRID),
     "zamba2": Family(state.read_zamba2, defaults=ZAMBA_2),
     "falcon_h1": Family(
@@ -289,7 +320,7 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_conv": 4,
             "mamba_expand": 2,
         },
-    ),  # fmt: skip
+    ),
     "qwen3_next": Family(state.read_delta_net, defaults=DELTA_NET),
     "qwen3_5_text": Family(
         state.read_delta_net,
@@ -309,7 +340,7 @@ FAMILIES: dict[str, Family] = {
             "linear_key_head_dim": 96,
             "linear_value_head_dim": 192,
         },
-    ),  # fmt: skip
+    ),
     "lfm2": Family(
         state.read_lfm2,
         defaults={"max_position_embeddings": 128000, "num_key_value_heads": 8, "conv_L_cache": 3},
@@ -318,5 +349,5 @@ FAMILIES: dict[str, Family] = {
         state.read_lfm2,
         {"width": "hidden_size"},
         {"max_position_embeddings": 128000, "num_key_value_heads": 8, "conv_L_cache": 3},
-    ),  # fmt: skip
+    ),
 }

@@ -42,9 +42,11 @@ def generic_layer(f: Fields, path: str, kind: str, span: int | None) -> Layer:
     if kind in SLIDING and span is None:
         raise f.missing("sliding_window")
     return AttentionLayer(
-        f"{path}.self_attn.attn", *heads(f), sliding_window=span if kind in SLIDING else None,
+        f"{path}.self_attn.attn",
+        *heads(f),
+        sliding_window=span if kind in SLIDING else None,
         attention_chunk_size=f.integer("attention_chunk_size") if kind in CHUNKED else None,
-    )  # fmt: skip
+    )
 
 
 def generic_state(f: Fields, path: str, kind: str) -> StateLayer:
@@ -60,9 +62,12 @@ def generic_state(f: Fields, path: str, kind: str) -> StateLayer:
         return state.granite_state(f, f"{path}.mixer", state.inner_size(f))
     if f.has("mamba_d_state"):
         return StateLayer(
-            f"{path}.mixer", "mamba1", f.integer("mamba_d_conv"), channels=state.inner_size(f),
+            f"{path}.mixer",
+            "mamba1",
+            f.integer("mamba_d_conv"),
+            channels=state.inner_size(f),
             state_size=f.integer("mamba_d_state"),
-        )  # fmt: skip
+        )
     raise f.missing("linear_num_value_heads", "mamba_n_heads", "mamba_d_state")
 
 

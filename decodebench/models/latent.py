@@ -67,7 +67,7 @@ def read_kimi(f: Fields, root: str) -> list[Layer]:
                     head_dim=size,
                     num_key_heads=heads,
                     state_size=size,
-                )  # fmt: skip
+                )
             )
         else:
             layers.append(latent(f, name))

@@ -55,8 +55,10 @@ def split(number: int, parts: int, what: str) -> int:
 def kv_heads_per_rank(num_kv_heads: int, tp: int, layer: str) -> int:
     """KV heads of one rank: divided, or replicated where there are fewer heads than ranks."""
     if max(num_kv_heads, tp) % min(num_kv_heads, tp):
-        raise OptionError(f"layer {layer}: {num_kv_heads} KV heads can be neither divided between nor "
-                          f"repeated on tensor_parallel_size = {tp} ranks")  # fmt: skip
+        raise OptionError(
+            f"layer {layer}: {num_kv_heads} KV heads can be neither divided between nor "
+            f"repeated on tensor_parallel_size = {tp} ranks"
+        )
     return max(1, num_kv_heads // tp)
 
 
@@ -101,9 +103,12 @@ class AttentionLayer:
         kv_heads = kv_heads_per_rank(self.num_kv_heads, r.tensor_parallel_size, self.name)
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
         common = {
-            "block_size": r.block_size, "num_kv_heads": kv_heads, "head_size": self.head_size,
-            "dtype": r.value_dtype, **packed_heads(r, kv_heads, self.head_size, head_size_v),
-        }  # fmt: skip
+            "block_size": r.block_size,
+            "num_kv_heads": kv_heads,
+            "head_size": self.head_size,
+            "dtype": r.value_dtype,
+            **packed_heads(r, kv_heads, self.head_size, head_size_v),
+        }
         if self.cross:
             return CrossAttentionSpec(**common, max_encoder_tokens=r.max_num_batched_tokens)
         if self.attention_chunk_size is not None:
@@ -145,15 +150,21 @@ class LatentLayer:
         self.query_heads(r.tensor_parallel_size)
         packed = PACKED_LATENT_BYTES.get(r.kv_cache_dtype)
         if packed is None and packed_heads(r, 1, self.head_size, 0):
-            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention "
-                              "(MLA): "
-                              "use auto, fp8 or fp8_ds_mla")  # fmt: skip
+            raise OptionError(
+                f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention "
+                "(MLA): "
+                "use auto, fp8 or fp8_ds_mla"
+            )
         spec = MLAAttentionSpec(
-            block_size=r.block_size, num_kv_heads=1, head_size=self.head_size, dtype=r.value_dtype,
-            packed=r.kv_cache_dtype if packed else None, state_content_bytes=packed,
+            block_size=r.block_size,
+            num_kv_heads=1,
+            head_size=self.head_size,
+            dtype=r.value_dtype,
+            packed=r.kv_cache_dtype if packed else None,
+            state_content_bytes=packed,
             is_index_group_leader=self.indexer,
             kernel_block_tokens=None if self.sparse else r.kernel_block_size,
-        )  # fmt: skip
+        )
         if not self.sparse:
             return spec
         # sparse kernels read flat rows: blocks must be whole rows apart, whole 64-token pages where quantized
@@ -177,9 +188,14 @@ class IndexerLayer:
     def spec(self, r: Resolved) -> KVCacheSpec:
         content = self.head_dim + self.head_dim // 128 * 4
         return MLAAttentionSpec(
-            block_size=r.block_size, num_kv_heads=1, head_size=content, dtype="uint8", packed="fp8_indexer",
-            cache_role="INDEXER", kernel_block_tokens=64,
-        )  # fmt: skip
+            block_size=r.block_size,
+            num_kv_heads=1,
+            head_size=content,
+            dtype="uint8",
+            packed="fp8_indexer",
+            cache_role="INDEXER",
+            kernel_block_tokens=64,
+        )
 
 
 @dataclass(frozen=True)
@@ -282,13 +298,21 @@ def _linear(layer: StateLayer, tp: int, spec_tokens: int):
 
 #: mixer → its state's shapes; a new kind of state is a line here and one below
 STATE_SHAPES = {
-    "mamba1": _mamba1, "mamba2": _mamba2, "gdn": _delta, "kda": _delta, "short_conv": _short_conv,
+    "mamba1": _mamba1,
+    "mamba2": _mamba2,
+    "gdn": _delta,
+    "kda": _delta,
+    "short_conv": _short_conv,
     "linear": _linear,
-}  # fmt: skip
+}
 MAMBA_TYPES = {
-    "mamba1": "MAMBA1", "mamba2": "MAMBA2", "gdn": "GDN_ATTN", "kda": "GDN_ATTN", "short_conv": "SHORT_CONV",
+    "mamba1": "MAMBA1",
+    "mamba2": "MAMBA2",
+    "gdn": "GDN_ATTN",
+    "kda": "GDN_ATTN",
+    "short_conv": "SHORT_CONV",
     "linear": "LINEAR",
-}  # fmt: skip
+}
 
 
 class Layer(Protocol):

@@ -218,9 +218,16 @@ def _is_full_attention(layer: Layer) -> bool:
 
 #: fields that may hold the longest sequence; the smallest of them counts
 LENGTH_FIELDS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
-    "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
-)  # fmt: skip
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 #: rope scalings whose factor is already in max_position_embeddings
 SCALED_ROPES = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
@@ -239,8 +246,14 @@ def model_length(f: Fields, outer: Fields) -> dict:
         derived *= next((x for x in reversed(factors) if isinstance(x, (int, float))), 1)
     result = {"max_model_len": int(derived), "longest_allowed": longest}
     if any(rope_type(rope) == "longrope" for rope in ropes):
-        original = next((r["original_max_position_embeddings"] for r in ropes
-                         if isinstance(r.get("original_max_position_embeddings"), int)), None)  # fmt: skip
+        original = next(
+            (
+                r["original_max_position_embeddings"]
+                for r in ropes
+                if isinstance(r.get("original_max_position_embeddings"), int)
+            ),
+            None,
+        )
         result["default_model_len"] = f.optional("original_max_position_embeddings") or original
     return result
 
@@ -260,8 +273,13 @@ def _ropes(f: Fields) -> list[Mapping]:
     return found
 
 
-DTYPE_NAMES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "bfloat16",
-               "float": "bfloat16"}  # fmt: skip
+DTYPE_NAMES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "bfloat16",
+    "float": "bfloat16",
+}
 
 
 def model_dtype(f: Fields, outer: Fields) -> str:

@@ -63,10 +63,14 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("block_size", 1), ("tensor_parallel_size", 1), ("decode_context_parallel_size", 1),
-            ("max_num_batched_tokens", 1), ("kernel_block_size", 1), ("num_speculative_tokens", 0),
+            ("block_size", 1),
+            ("tensor_parallel_size", 1),
+            ("decode_context_parallel_size", 1),
+            ("max_num_batched_tokens", 1),
+            ("kernel_block_size", 1),
+            ("num_speculative_tokens", 0),
             ("draft_layers", 0),
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if value is None and name in ("block_size", "kernel_block_size"):
                 continue
@@ -77,10 +81,12 @@ class CacheOptions:
         if not (length is None or length == "auto" or (type(length) is int and length >= 1)):
             raise OptionError(f"max_model_len = {length!r}: a positive integer, None or 'auto' is expected")
         for name, known in (
-            ("dtype", MODEL_DTYPES), ("kv_cache_dtype", tuple(KV_CACHE_DTYPES)), ("mamba_cache_dtype",
-            STATE_DTYPES),
-            ("mamba_ssm_cache_dtype", STATE_DTYPES), ("memory_order", (None, *MEMORY_ORDERS)),
-        ):  # fmt: skip
+            ("dtype", MODEL_DTYPES),
+            ("kv_cache_dtype", tuple(KV_CACHE_DTYPES)),
+            ("mamba_cache_dtype", STATE_DTYPES),
+            ("mamba_ssm_cache_dtype", STATE_DTYPES),
+            ("memory_order", (None, *MEMORY_ORDERS)),
+        ):
             if getattr(self, name) not in known:
                 shown = ", ".join(str(k) for k in known if k is not None)
                 raise OptionError(f"{name} = {getattr(self, name)!r}: known are {shown}")

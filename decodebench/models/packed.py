@@ -38,24 +38,38 @@ class PackedLayer:
 
     def spec(self, r: Resolved) -> KVCacheSpec:
         if r.kv_cache_dtype != "fp8_ds_mla":
-            raise OptionError(f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed "
-                              "as fp8_ds_mla; "
-                              "leave it at auto")  # fmt: skip
+            raise OptionError(
+                f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed "
+                "as fp8_ds_mla; "
+                "leave it at auto"
+            )
         if self.part == "compressor":
             return SlidingWindowMLASpec(
-                block_size=STATE_BLOCK[self.ratio], num_kv_heads=1, head_size=self.width, dtype="float32",
-                sliding_window=self.sliding_window, alignment=PAGE_GRAIN,
-            )  # fmt: skip
+                block_size=STATE_BLOCK[self.ratio],
+                num_kv_heads=1,
+                head_size=self.width,
+                dtype="float32",
+                sliding_window=self.sliding_window,
+                alignment=PAGE_GRAIN,
+            )
         if self.part == "indexer":
             return MLAAttentionSpec(
-                block_size=r.block_size, num_kv_heads=1, head_size=self.width, dtype="uint8",
+                block_size=r.block_size,
+                num_kv_heads=1,
+                head_size=self.width,
+                dtype="uint8",
                 packed="fp8_indexer",
-                tokens_per_state=self.ratio, alignment=PAGE_GRAIN,
-            )  # fmt: skip
+                tokens_per_state=self.ratio,
+                alignment=PAGE_GRAIN,
+            )
         latent = {
-            "num_kv_heads": 1, "head_size": self.width, "dtype": "uint8", "packed": "fp8_ds_mla",
-            "state_content_bytes": ENTRY_BYTES, "alignment": PAGE_GRAIN,
-        }  # fmt: skip
+            "num_kv_heads": 1,
+            "head_size": self.width,
+            "dtype": "uint8",
+            "packed": "fp8_ds_mla",
+            "state_content_bytes": ENTRY_BYTES,
+            "alignment": PAGE_GRAIN,
+        }
         if self.part == "window":
             return SlidingWindowMLASpec(block_size=WINDOW_BLOCK, sliding_window=self.sliding_window, **latent)
         return MLAAttentionSpec(

@@ -63,7 +63,7 @@ def read_mamba(f: Fields, root: str) -> list[Layer]:
             f.integer("conv_kernel"),
             channels=channels,
             state_size=f.integer("state_size"),
-        )  # fmt: skip
+        )
         for i in range(f.layer_count())
     ]
 
@@ -80,7 +80,7 @@ def read_mamba2(f: Fields, root: str) -> list[Layer]:
             head_dim=f.integer("head_dim"),
             state_size=f.integer("state_size"),
             num_groups=f.integer("n_groups"),
-        )  # fmt: skip
+        )
         for i in range(f.layer_count())
     ]
 
@@ -88,9 +88,15 @@ def read_mamba2(f: Fields, root: str) -> list[Layer]:
 def mamba2(f: Fields, name: str, channels: int, heads: int, head_dim: int, groups: int) -> StateLayer:
     """A Mamba-2 layer under the field names of Granite, Falcon-H1 and Zamba2."""
     return StateLayer(
-        name, "mamba2", f.integer("mamba_d_conv"), channels=channels, num_heads=heads, head_dim=head_dim,
-        state_size=f.integer("mamba_d_state"), num_groups=groups,
-    )  # fmt: skip
+        name,
+        "mamba2",
+        f.integer("mamba_d_conv"),
+        channels=channels,
+        num_heads=heads,
+        head_dim=head_dim,
+        state_size=f.integer("mamba_d_state"),
+        num_groups=groups,
+    )
 
 
 def inner_size(f: Fields) -> int:
@@ -144,7 +150,7 @@ def read_zamba2(f: Fields, root: str) -> list[Layer]:
     layers: list[Layer] = []
     for turn in range(turns):
         number = turn * (hybrids + turns - 1) // turns
-        for block in range(turn, hybrids, turns):
+        for _block in range(turn, hybrids, turns):
             layers.append(AttentionLayer(f"{prefix}.attn.{number}", count, count, size))
             number += 1
     heads, channels = f.integer("n_mamba_heads"), inner_size(f)
@@ -192,7 +198,7 @@ def read_nemotron_h(f: Fields, root: str) -> list[Layer]:
                     head_dim=size,
                     state_size=f.integer("ssm_state_size"),
                     num_groups=f.integer("n_groups"),
-                )  # fmt: skip
+                )
             )
     return layers
 
@@ -210,10 +216,14 @@ def read_delta_net(f: Fields, root: str) -> list[Layer]:
 
 def delta_net(f: Fields, name: str) -> StateLayer:
     return StateLayer(
-        name, "gdn", f.integer("linear_conv_kernel_dim"),
-        num_heads=f.integer("linear_num_value_heads"), head_dim=f.integer("linear_value_head_dim"),
-        num_key_heads=f.integer("linear_num_key_heads"), state_size=f.integer("linear_key_head_dim"),
-    )  # fmt: skip
+        name,
+        "gdn",
+        f.integer("linear_conv_kernel_dim"),
+        num_heads=f.integer("linear_num_value_heads"),
+        head_dim=f.integer("linear_value_head_dim"),
+        num_key_heads=f.integer("linear_num_key_heads"),
+        state_size=f.integer("linear_key_head_dim"),
+    )
 
 
 def read_lfm2(f: Fields, root: str, width: str = "conv_dim") -> list[Layer]:

@@ -47,9 +47,11 @@ class AuditedBuiltinConnector(DecodeBenchConnector):
         if role == KVConnectorRole.WORKER:
             request_amx()
             options = Options(
-                mean=extra.get("fill_mean", 0.015), startup_fill=extra.get("startup_fill", False),
-                audit="bytes", audit_file=extra.get("audit_file"),
-            )  # fmt: skip
+                mean=extra.get("fill_mean", 0.015),
+                startup_fill=extra.get("startup_fill", False),
+                audit="bytes",
+                audit_file=extra.get("audit_file"),
+            )
             values = Constant(options.mean)
             self._auditor = StepAuditor.for_engine(self.layout, values, options, vllm_config, rank())
 

@@ -67,8 +67,7 @@ class LiveTables:
         if not admitted or state is None:
             return tuple(admitted.values()), ()
         others = [
-            (own, state.get_block_ids(name))
-            for name, own in self._live.items() if name not in admitted
+            (own, state.get_block_ids(name)) for name, own in self._live.items() if name not in admitted
         ]
         running = tuple(RequestBlocks(own, 0, tuple(map(tuple, table))) for own, table in others if table)
         return tuple(admitted.values()), running
@@ -156,10 +155,15 @@ class StepAuditor:
         self.step += 1
         counters = getattr(meta, "counters", {})
         shared = {
-            "step": self.step, "rank": self.rank, "connector": self.connector, "source": self.options.audit,
-            "requests": len(meta.admitted), "fill_seconds": report.seconds if report else None,
-            "fill_bytes": report.bytes_written if report else None, "counters": counters,
-        }  # fmt: skip
+            "step": self.step,
+            "rank": self.rank,
+            "connector": self.connector,
+            "source": self.options.audit,
+            "requests": len(meta.admitted),
+            "fill_seconds": report.seconds if report else None,
+            "fill_bytes": report.bytes_written if report else None,
+            "counters": counters,
+        }
         records = [{**shared, **record} for record in records]
         with self.path.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
@@ -236,7 +240,7 @@ class StepAuditor:
         # behind a request's prefix hit its blocks are its own, even where another of the step hits them
         sizes = [self.layout.tokens_per_block(number) for number in range(len(self.layout.groups))]
         writable = [
-            {b for r in meta.admitted for b in r.block_ids[number][r.num_computed // size:]}
+            {b for r in meta.admitted for b in r.block_ids[number][r.num_computed // size :]}
             for number, size in enumerate(sizes)
         ]
         lying = {}
@@ -276,9 +280,12 @@ class StepAuditor:
         group = self.layout.groups[number]
         first = group.layer_names[0] if group.layer_names else ""
         return {
-            "group": number, "kind": group.kind, "layers": len(group.layer_names), "first_layer": first,
+            "group": number,
+            "kind": group.kind,
+            "layers": len(group.layer_names),
+            "first_layer": first,
             "block_size": group.block_size,
-        }  # fmt: skip
+        }
 
 
 def _place(pages: torch.Tensor) -> tuple[int, int]:

@@ -77,12 +77,16 @@ def summary(frame: pandas.DataFrame) -> pandas.DataFrame:
     rows = []
     for keys, part in frame.groupby(["admission", "context", "batch"], sort=False):
         decode = part.loc[part.phase == "decode", "seconds"] * 1e3
-        rows.append({
-            **dict(zip(("admission", "context", "batch"), keys)),
-            "admit ms": part.loc[part.phase == "admit", "seconds"].sum() * 1e3,
-            "decode ms (median)": decode.median(), "q1": decode.quantile(0.25), "q3": decode.quantile(0.75),
-            "steps": len(decode),
-        })  # fmt: skip
+        rows.append(
+            {
+                **dict(zip(("admission", "context", "batch"), keys)),
+                "admit ms": part.loc[part.phase == "admit", "seconds"].sum() * 1e3,
+                "decode ms (median)": decode.median(),
+                "q1": decode.quantile(0.25),
+                "q3": decode.quantile(0.75),
+                "steps": len(decode),
+            }
+        )
     return pandas.DataFrame(rows)
 
 
@@ -99,10 +103,16 @@ def _batches(llm, admission: str, batches: list[list[int]], steps: int) -> list[
         same = len(set(lengths)) == 1
         context = f"{lengths[0]:,}" if same else f"{min(lengths):,} to {max(lengths):,}"
         for step, (phase, seconds) in enumerate(_run(llm, lengths, steps)):
-            rows.append({
-                "admission": admission, "context": context, "batch": len(lengths),
-                "step": step, "phase": phase, "seconds": seconds,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "admission": admission,
+                    "context": context,
+                    "batch": len(lengths),
+                    "step": step,
+                    "phase": phase,
+                    "seconds": seconds,
+                }
+            )
     return rows
 
 

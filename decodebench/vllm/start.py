@@ -18,9 +18,15 @@ TINY = ("tiny-nemotron-h", "tiny-granite-hybrid", "tiny-gemma3", "tiny-llama")
 
 #: what a forward pass needs beside the fields in data/models, which are those that shape the cache
 FORWARD = {
-    "vocab_size": 512, "intermediate_size": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-}  # fmt: skip
+    "vocab_size": 512,
+    "intermediate_size": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
 
 #: connector name → where vLLM finds it (None: among its own)
 CONNECTORS = {
@@ -86,9 +92,14 @@ def engine(
             Path(folder, "config.json").write_text(json.dumps(dict(model)))
             model = folder
             llm_arguments = {
-                "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True,
-                "max_model_len": 4096, "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8, **llm_arguments,
-            }  # fmt: skip
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "enforce_eager": True,
+                "max_model_len": 4096,
+                "kv_cache_memory_bytes": 32 << 20,
+                "max_num_seqs": 8,
+                **llm_arguments,
+            }
         if connector is not None:
             llm_arguments["kv_transfer_config"] = kv_transfer_config(connector, **(options or {}))
         llm = LLM(model=str(model), **llm_arguments)

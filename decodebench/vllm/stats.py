@@ -45,10 +45,16 @@ class DecodeBenchStats(KVConnectorStats):
         return taken
 
     def record_fill(self, report, requests: int) -> None:
-        self.aggregate(DecodeBenchStats(data={
-            "requests": requests, "rows": sum(report.rows),
-            "bytes": report.bytes_written, "seconds": report.seconds,
-        }))  # fmt: skip
+        self.aggregate(
+            DecodeBenchStats(
+                data={
+                    "requests": requests,
+                    "rows": sum(report.rows),
+                    "bytes": report.bytes_written,
+                    "seconds": report.seconds,
+                }
+            )
+        )
 
     def record_audit(self, records: list[dict]) -> None:
         covered = sum(r["filled"] + r["zeroed"] for r in records)

@@ -67,10 +67,10 @@ def coverage(lengths=LENGTHS, settings=SETTINGS) -> list[dict]:
         for model in models:
             for connector, (shown, options) in CONNECTORS.items():
                 began = time.perf_counter()
-                with kernel_blocks(tokens) if tokens else nullcontext():
-                    with engine(model, connector, options, **arguments) as llm:
-                        generate(llm, prompts(lengths), 3)
-                        found = audit(llm)
+                smaller = kernel_blocks(tokens) if tokens else nullcontext()
+                with smaller, engine(model, connector, options, **arguments) as llm:
+                    generate(llm, prompts(lengths), 3)
+                    found = audit(llm)
                 seconds = round(time.perf_counter() - began, 2)
                 print(f"{model}, {setting}, {shown}: {found.verdict} [{seconds} s]", flush=True)
                 shared = {"model": model, "setting": setting, "connector": shown, "engine_seconds": seconds}
@@ -102,10 +102,13 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
 
     settings = {
-        "vllm": vllm.__version__, "lengths": LENGTHS, "latency": LATENCY, "threads": 1,
+        "vllm": vllm.__version__,
+        "lengths": LENGTHS,
+        "latency": LATENCY,
+        "threads": 1,
         "fill": "normal, mean 0.015, std 0.02 (ours); 0.015 (built-in)",
         "note": "tiny models with dummy weights on a CPU: step times say nothing about a GPU's",
-    }  # fmt: skip
+    }
     result = {"provenance": provenance(settings, seed=0), "coverage": coverage(), "latency": latency()}
     for row in result["latency"]:
         row["seconds"] = round(row["seconds"], 7)

@@ -89,8 +89,12 @@ def _group(
         spec_of(per_layer[name], name, cache_dtype, max_encoder_tokens) for name in group.layer_names
     )
     # a pipeline stage may own no layer of a group: its block tables still count blocks of this kind
-    governing = layer_specs[0] if layer_specs else spec_of(
-        next(iter(per_layer.values()), merged), f"group {number}", cache_dtype, max_encoder_tokens
+    governing = (
+        layer_specs[0]
+        if layer_specs
+        else spec_of(
+            next(iter(per_layer.values()), merged), f"group {number}", cache_dtype, max_encoder_tokens
+        )
     )
     return KVCacheGroupSpec(tuple(group.layer_names), layer_specs, governing)
 

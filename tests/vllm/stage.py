@@ -72,9 +72,13 @@ def engine_config(connector="GroupedDecodeBenchConnector", options=None, prefix=
         Path(folder, "config.json").write_text(json.dumps(config))
         arguments = {"max_model_len": 4096, "max_num_seqs": 8, "block_size": 16, **arguments}
         return EngineArgs(
-            model=folder, skip_tokenizer_init=True, enforce_eager=True, enable_prefix_caching=prefix,
-            kv_transfer_config=kv_transfer_config(connector, **(options or {})), **arguments,
-        ).create_engine_config()  # fmt: skip
+            model=folder,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=prefix,
+            kv_transfer_config=kv_transfer_config(connector, **(options or {})),
+            **arguments,
+        ).create_engine_config()
 
 
 class Stage:
@@ -89,9 +93,12 @@ class Stage:
         sizes = [spec.block_size for _, spec in groups]
         smallest = min(sizes)
         self.scheduler = Scheduler(
-            self.vllm_config, self.config, StructuredOutputManager(self.vllm_config),
-            block_size=max(sizes), hash_block_size=smallest,
-        )  # fmt: skip
+            self.vllm_config,
+            self.config,
+            StructuredOutputManager(self.vllm_config),
+            block_size=max(sizes),
+            hash_block_size=smallest,
+        )
         create = KVConnectorFactory.create_connector
         self.worker = create(self.vllm_config, KVConnectorRole.WORKER, self.config)
         self.caches = allocate_kv_cache(
@@ -127,10 +134,14 @@ class Stage:
         self.worker.start_load_kv(None)
         self.worker.clear_connector_metadata()
         running = [request.request_id for request in self.scheduler.running]
-        self.scheduler.update_from_output(output, ModelRunnerOutput(
-            req_ids=running, req_id_to_index={name: i for i, name in enumerate(running)},
-            sampled_token_ids=[[token]] * len(running),
-        ))  # fmt: skip
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=running,
+                req_id_to_index={name: i for i, name in enumerate(running)},
+                sampled_token_ids=[[token]] * len(running),
+            ),
+        )
         fills = {fill.request_id: fill for fill in output.kv_connector_metadata.fill.requests}
         return SimpleNamespace(output=output, fills=fills, tables=tables)
 

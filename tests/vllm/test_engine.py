@@ -66,9 +66,15 @@ def test_every_required_page_holds_its_values_and_the_plan_is_the_layout(run, na
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3] * len(LENGTHS)
     ours, engines = layouts["plan"], layouts["engine"]
     for fact in (
-        "groups", "tensors", "pool_num_blocks", "size", "memory_order", "max_model_len",
-        "max_in_flight_tokens", "needs_kv_cache_zeroing",
-    ):  # fmt: skip
+        "groups",
+        "tensors",
+        "pool_num_blocks",
+        "size",
+        "memory_order",
+        "max_model_len",
+        "max_in_flight_tokens",
+        "needs_kv_cache_zeroing",
+    ):
         assert getattr(ours, fact) == getattr(engines, fact), fact
 
 
@@ -139,9 +145,13 @@ def test_prefix_hits_are_counted_and_left_alone(run):
 
 def test_a_preempted_request_is_refilled_and_nothing_is_prefilled():
     with dbv.engine(
-        "tiny-llama", OURS, {"audit": "bytes", "std": 0.02}, kv_cache_memory_bytes=6 * 32768 * 11,
-        enable_prefix_caching=False, max_model_len=1024,
-    ) as llm:  # fmt: skip
+        "tiny-llama",
+        OURS,
+        {"audit": "bytes", "std": 0.02},
+        kv_cache_memory_bytes=6 * 32768 * 11,
+        enable_prefix_caching=False,
+        max_model_len=1024,
+    ) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         schedule, most = scheduler.schedule, []
 
@@ -225,10 +235,14 @@ def test_fills_and_audits_travel_on_vllms_stats_channel(run):
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        ("A1", "tiny-nemotron-h"), ("A2", "tiny-nemotron-h"), ("A3", "tiny-llama"),
-        ("A7", "tiny-granite-hybrid"), ("A8", "tiny-nemotron-h"), ("A12", "tiny-gemma3"),
+        ("A1", "tiny-nemotron-h"),
+        ("A2", "tiny-nemotron-h"),
+        ("A3", "tiny-llama"),
+        ("A7", "tiny-granite-hybrid"),
+        ("A8", "tiny-nemotron-h"),
+        ("A12", "tiny-gemma3"),
     ],
-)  # fmt: skip
+)
 def test_a_historic_defect_in_a_running_engine_is_seen(run, monkeypatch, fault, name):
     from decodebench.faults import FAULTS
 
@@ -237,9 +251,12 @@ def test_a_historic_defect_in_a_running_engine_is_seen(run, monkeypatch, fault, 
     # (A2 needs groups of two block sizes: without prefix caching a state's block spans the longest request)
     batch = dbv.prompts((1000, 700, 390), shared=256)
     audit, _ = run(
-        name, lengths=(1000, 700, 390), shared=256, enable_prefix_caching=fault != "A2",
-        look=lambda llm: dbv.generate(llm, [prompt + [5, 6, 7] for prompt in batch], 3),
-    )  # fmt: skip
+        name,
+        lengths=(1000, 700, 390),
+        shared=256,
+        enable_prefix_caching=fault != "A2",
+        look=lambda llm: dbv.generate(llm, [[*prompt, 5, 6, 7] for prompt in batch], 3),
+    )
     assert not audit.ok, str(audit)
     found = audit.groups[["wrong", "uncovered", "stray", "clobbered"]].sum()
     assert found["clobbered"] > 0 if fault == "A3" else True

@@ -232,10 +232,12 @@ def test_dcp_multiplies_what_a_full_attention_block_covers():
     config = stage.config_of([(["full"], full(16)), (["state"], mamba(16))], 16)
     parallel = SimpleNamespace(decode_context_parallel_size=2)
     settings = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="auto"), parallel_config=parallel, max_in_flight_tokens=0,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=parallel,
+        max_in_flight_tokens=0,
         scheduler_config=SimpleNamespace(max_num_encoder_input_tokens=0),
         model_config=SimpleNamespace(max_model_len=4096),
-    )  # fmt: skip
+    )
     scheduler = ConnectorScheduler(layout_of(config, settings))
     request = SimpleNamespace(request_id="r", num_tokens=34)
     scheduler.update_state_after_alloc(request, ([1, 2, 3], [0, 0, 4]), 33)

@@ -68,23 +68,66 @@ def test_vllm_serve_under_vllm_bench(tmp_path):
     with log.open("w") as output:
         server = subprocess.Popen(
             [
-                sys.executable, str(command), "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
-                "--load-format", "dummy", "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "8",
-                "--kv-cache-memory-bytes", str(16 << 20), "--kv-transfer-config", json.dumps(transfer),
+                sys.executable,
+                str(command),
+                "serve",
+                str(model),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--load-format",
+                "dummy",
+                "--enforce-eager",
+                "--max-model-len",
+                "4096",
+                "--max-num-seqs",
+                "8",
+                "--kv-cache-memory-bytes",
+                str(16 << 20),
+                "--kv-transfer-config",
+                json.dumps(transfer),
             ],
-            stdout=output, stderr=subprocess.STDOUT, env=environment,
-        )  # fmt: skip
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
         try:
             wait_until_up(address, server, log)
             client = subprocess.run(
                 [
-                    sys.executable, str(command), "bench", "serve", "--base-url", address, "--model", str(model),
-                    "--backend", "openai", "--dataset-name", "random", "--random-input-len", "900",
-                    "--random-output-len", "8", "--num-prompts", "4", "--ignore-eos", "--num-warmups", "0",
-                    "--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json",
+                    sys.executable,
+                    str(command),
+                    "bench",
+                    "serve",
+                    "--base-url",
+                    address,
+                    "--model",
+                    str(model),
+                    "--backend",
+                    "openai",
+                    "--dataset-name",
+                    "random",
+                    "--random-input-len",
+                    "900",
+                    "--random-output-len",
+                    "8",
+                    "--num-prompts",
+                    "4",
+                    "--ignore-eos",
+                    "--num-warmups",
+                    "0",
+                    "--save-result",
+                    "--result-dir",
+                    str(tmp_path),
+                    "--result-filename",
+                    "bench.json",
                 ],
-                capture_output=True, text=True, env=environment, timeout=120,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=120,
+            )
             metrics = urllib.request.urlopen(f"{address}/metrics", timeout=10).read().decode()
         finally:
             server.terminate()

@@ -11,16 +11,16 @@ import pytest
 pytest.importorskip("vllm.v1.core.kv_cache_manager")
 sys.path.append(str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-from small import chunk, full, small_layout, state, window  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as theirs  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.v1 import kv_cache_interface as v  # noqa: E402
-from vllm.v1.core.kv_cache_manager import KVCacheManager as VllmManager  # noqa: E402
-from vllm.v1.request import Request as VllmRequest  # noqa: E402
+import torch
+from small import chunk, full, small_layout, state, window
+from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as theirs
+from vllm.sampling_params import SamplingParams
+from vllm.v1 import kv_cache_interface as v
+from vllm.v1.core.kv_cache_manager import KVCacheManager as VllmManager
+from vllm.v1.request import Request as VllmRequest
 
-from decodebench.blocks import KVCacheManager, Request  # noqa: E402
-from decodebench.connector import ConnectorScheduler  # noqa: E402
+from decodebench.blocks import KVCacheManager, Request
+from decodebench.connector import ConnectorScheduler
 
 LONGEST = 512
 
@@ -34,9 +34,12 @@ def vllm_spec(spec):
     if spec.kind == "chunked_local_attention":
         return v.ChunkedLocalAttentionSpec(**attention, attention_chunk_size=spec.attention_chunk_size)
     return v.MambaSpec(
-        block_size=spec.block_size, shapes=((3, 8),), dtypes=(torch.bfloat16,),
-        mamba_cache_mode=spec.mamba_cache_mode, num_speculative_blocks=spec.num_speculative_blocks,
-    )  # fmt: skip
+        block_size=spec.block_size,
+        shapes=((3, 8),),
+        dtypes=(torch.bfloat16,),
+        mamba_cache_mode=spec.mamba_cache_mode,
+        num_speculative_blocks=spec.num_speculative_blocks,
+    )
 
 
 def some_specs(draw):
@@ -55,9 +58,12 @@ def vllm_manager(groups, specs):
     sizes = [spec.block_size for spec in specs]
     config = v.KVCacheConfig(num_blocks=3000, kv_cache_tensors=[], kv_cache_groups=groups)
     return VllmManager(
-        config, max_model_len=LONGEST, scheduler_block_size=math.lcm(*sizes),
-        hash_block_size=math.gcd(*sizes), enable_caching=False,
-    )  # fmt: skip
+        config,
+        max_model_len=LONGEST,
+        scheduler_block_size=math.lcm(*sizes),
+        hash_block_size=math.gcd(*sizes),
+        enable_caching=False,
+    )
 
 
 def upstream_rows(groups, request, blocks, external):

@@ -43,9 +43,14 @@ def test_packed_formats_are_never_plain_numbers():
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
     mla = MLAAttentionSpec(
-        block_size=64, num_kv_heads=1, head_size=576, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla",
-        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, state_content_bytes=656,
-    )  # fmt: skip
+        block_size=64,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=torch.uint8,
+        cache_dtype_str="fp8_ds_mla",
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+        state_content_bytes=656,
+    )
     nvfp4 = full(dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4, state_content_bytes=72)
     indexer = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
     for spec, cache_dtype in ((mla, "fp8_ds_mla"), (nvfp4, "nvfp4"), (indexer, "auto")):
@@ -58,13 +63,20 @@ def test_packed_formats_are_never_plain_numbers():
 def test_states_windows_chunks_rings_and_encoders():
     from vllm.v1 import kv_cache_interface as v
 
-    mamba = translated(v.MambaSpec(
-        block_size=80, shapes=((3, 288), (8, 32, 16)), dtypes=(torch.bfloat16, torch.float32),
-        page_size_padded=20480, mamba_cache_mode="align", num_prefill_checkpoint_blocks=1,
-    ))  # fmt: skip
+    mamba = translated(
+        v.MambaSpec(
+            block_size=80,
+            shapes=((3, 288), (8, 32, 16)),
+            dtypes=(torch.bfloat16, torch.float32),
+            page_size_padded=20480,
+            mamba_cache_mode="align",
+            num_prefill_checkpoint_blocks=1,
+        )
+    )
     assert [(p.name, p.shape, p.dtype) for p in mamba.parts()] == [
-        ("conv", (3, 288), "bfloat16"), ("ssm", (8, 32, 16), "float32"),
-    ]  # fmt: skip
+        ("conv", (3, 288), "bfloat16"),
+        ("ssm", (8, 32, 16), "float32"),
+    ]
     assert mamba.unpadded_page_size_bytes == 18112
     common = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
     assert translated(v.SlidingWindowSpec(**common, sliding_window=128)).num_skipped_tokens(999) == 872
@@ -103,7 +115,10 @@ def test_a_layout_keeps_groups_tensors_and_lengths():
             v.KVCacheTensor(size=9 * page * 2, layers=["a", "b"], layer_stride=9 * page, block_stride=page),
             v.KVCacheTensor(size=9 * page * 2, layers=["c"], layer_stride=9 * page, block_stride=page),
             v.KVCacheTensor(
-                size=9 * page * 2, layers=["d"], layer_stride=9 * page, block_stride=page // 2,
+                size=9 * page * 2,
+                layers=["d"],
+                layer_stride=9 * page,
+                block_stride=page // 2,
                 offset=9 * page,
             ),
         ],
@@ -112,7 +127,10 @@ def test_a_layout_keeps_groups_tensors_and_lengths():
     layout = layout_of(config)
     assert layout.layer_names == ("a", "b", "c", "d")
     assert layout.placement == {
-        "a": (0, page), "b": (9 * page, page), "c": (0, page), "d": (9 * page, page // 2),
-    }  # fmt: skip
+        "a": (0, page),
+        "b": (9 * page, page),
+        "c": (0, page),
+        "d": (9 * page, page // 2),
+    }
     assert [spec.page_size_bytes for spec in layout.groups[1].layer_specs] == [page, page // 2]
     assert (layout.num_blocks, layout.size, layout.needs_kv_cache_zeroing) == (9, 18 * page, False)
