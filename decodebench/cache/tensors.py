@@ -115,6 +115,8 @@ class Cache:
     places: Mapping[str, tuple[Place, ...]]
     page_places: Mapping[str, Place | None]
     logical: Mapping[str, torch.Tensor]
+    #: what ``allocate`` wrote into every byte; None where it wrote nothing, and for an engine's memory
+    initial: str | None = None
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, layer: str) -> tuple[PagePart, ...]:
@@ -282,7 +284,7 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
             )
         pages[layer] = page
         places[layer] = tuple(replace(page, part=p, offset=offset + p.offset) for p in spec.parts())
-    return Cache(layout, storage.device, storage, places, pages, {})
+    return Cache(layout, storage.device, storage, places, pages, {}, initial)
 
 
 def free_memory(device: torch.device) -> int:

@@ -10,11 +10,12 @@ import torch
 from decodebench.cache.connector import describe, startup_groups
 from decodebench.cache.readback import FILLED, UNTOUCHED, WRONG, ZEROED, inspect_rows
 from decodebench.cache.tensors import Cache
-from decodebench.cache.values import Constant, Normal, Values, Zeros
+from decodebench.cache.values import Values, Zeros, default_values
 from decodebench.cache.write import FillReport
 from decodebench.coverage.from_plan import missing, plan_audit, plan_suspects, rows_of, sound_rows
 from decodebench.coverage.origins import Origins, extent, overlap
 from decodebench.coverage.required import (
+    CoverageError,
     RequiredRows,
     holding_rows,
     owners,
@@ -63,9 +64,15 @@ def audit(
     still poison. ``startup_fill``: everything was written once before, so that only what is
     required is judged.
 
-    Raises ``CoverageError`` where a table does not cover what its request reads.
+    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache that was
+    allocated without poison. Whoever binds an engine's tensors has to poison them.
     """
-    values = (Constant() if startup_fill else Normal()) if values is None else values
+    if cache.initial not in ("poison", None):
+        raise CoverageError(
+            f"this cache was made with initial={cache.initial!r}: what nobody filled cannot be told from what "
+            "somebody did. Make it with allocate(layout, device), which poisons it, and fill it again"
+        )
+    values = default_values(startup_fill) if values is None else values
     layout, tally = cache.layout, Tally(cache.layout, batch, "bytes")
     required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
     owner, own = owners(layout, batch), written_rows(layout, batch)

@@ -76,7 +76,7 @@ def facts(layout: Layout, length: int | None = None) -> dict:
         "groups": len(layout.groups),
         "pools": len(layout.pool_num_blocks),
         "num_blocks": sum(layout.pool_num_blocks),
-        "bytes_per_block": max(layout.bytes_per_block(pool) for pool in range(len(layout.pool_num_blocks))),
+        "bytes_per_block": layout.bytes_per_block(),
         "length": c.length,
         "blocks_per_request": sum(c.blocks_per_request),
         "concurrency": c.concurrency,
