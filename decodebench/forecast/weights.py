@@ -1,0 +1,249 @@
+"""config.json → the model's parameters by role, as many as an engine would hold.
+
+Of multimodal models the language model is counted: a decode step reads nothing else. Draft layers
+(multi-token prediction) are left out, as engines leave them out unless they speculate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from decodebench.forecast import parts as blocks
+from decodebench.forecast.architectures import (
+    ARCHITECTURES,
+    COMMON,
+    EXPERT_COUNTS,
+    EXPERTS_PER_TOKEN,
+    Architecture,
+    Flag,
+)
+from decodebench.forecast.parts import ROLES, Attending, Part, mlp
+from decodebench.models import FAMILIES, Model, load_model
+from decodebench.models.fields import Fields
+from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, StateLayer
+
+#: names of a model's width
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+def weights(model) -> tuple[Part, ...]:
+    """Every tensor of the model by role, tensors of one role and shape added up.
+
+    ``model`` is what ``load_model`` takes. Raises ``ConfigError`` where config.json leaves out a size
+    that tensors need (``vocab_size``, ``hidden_size``, ``intermediate_size``).
+    """
+    model = load_model(model)
+    f, has = fields_of(model)
+    found = [*mixers(model, f, has), *feed_forward(model, f, has), *norms(model, f, has), *ends(f, has)]
+    return add_up(found)
+
+
+def parameters(model) -> dict[str, int]:
+    """Parameters by role, in the order of ``ROLES``; roles that a model lacks are left out."""
+    counts: dict[str, int] = {}
+    for part in weights(model):
+        counts[part.role] = counts.get(part.role, 0) + part.params
+    return {role: counts[role] for role in ROLES if role in counts}
+
+
+def add_up(found: list[Part]) -> tuple[Part, ...]:
+    """Parts that differ in their size alone as one."""
+    together: dict[tuple, Part] = {}
+    for part in found:
+        key = (part.role, part.experts, part.top_k, part.shards)
+        before = together.get(key)
+        together[key] = (
+            replace(before, params=before.params + part.params, layers=before.layers + part.layers)
+            if before
+            else part
+        )
+    return tuple(sorted(together.values(), key=lambda part: ROLES.index(part.role)))
+
+
+def fields_of(model: Model) -> tuple[Fields, Architecture]:
+    """The language model's fields with its family's defaults behind them, and its architecture."""
+    from decodebench.models import TEXT_TYPES, text_config
+
+    outer = Fields(model.config, model.name)
+    f, _ = text_config(outer)
+    kind = TEXT_TYPES.get(model.model_type, model.model_type)
+    kind = kind if kind in FAMILIES else f"{kind}_text"
+    has = ARCHITECTURES.get(kind, COMMON)
+    family = FAMILIES.get(kind)
+    defaults = dict(family.defaults if family else {}) | dict(has.defaults)
+    tied = outer.get("tie_word_embeddings")
+    if tied is not None:
+        defaults["tie_word_embeddings"] = tied
+    return f.with_defaults({"model_kind": kind} | defaults), has
+
+
+def on(f: Fields, flag: Flag) -> bool:
+    """What a flag of an architecture says of this config."""
+    return bool(f.get(flag, default=False)) if isinstance(flag, str) else flag
+
+
+def width_of(f: Fields) -> int:
+    return f.integer(*WIDTHS)
+
+
+def depth_of(f: Fields) -> int:
+    """Decoder layers."""
+    pattern = f.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return len(pattern)
+    kinds = f.listing("layers_block_type") if f.get("model_kind") == "nemotron_h" else None
+    return (
+        len(kinds) if kinds else f.layer_count("num_hidden_layers", "n_layer", "decoder_layers", "num_layers")
+    )
+
+
+# -- what mixes tokens -----------------------------------------------------------------------------
+
+
+def attending(f: Fields, has: Architecture) -> Attending:
+    """The architecture's attention with this config's flags."""
+    norm = has.query_key_norm
+    if has.query_key_norm_if is not None and not on(f, has.query_key_norm_if):
+        norm = None
+    return Attending(
+        qkv_bias=on(f, has.qkv_bias),
+        out_bias=on(f, has.out_bias),
+        query_key_norm=norm,
+        gate=has.gate,
+        sinks=has.sinks,
+    )
+
+
+def mixers(model: Model, f: Fields, has: Architecture) -> list[Part]:
+    """Attention and states, layer by layer as ``models`` reads them."""
+    width, attention = width_of(f), attending(f, has)
+    found: list[Part] = []
+    for layer in model.layer.values():
+        if isinstance(layer, AttentionLayer):
+            found += blocks.attention(layer, width, attention)
+        elif isinstance(layer, LatentLayer):
+            found += blocks.latent(layer, width, f)
+        elif isinstance(layer, IndexerLayer):
+            found += blocks.indexer(layer, width, f)
+        elif isinstance(layer, StateLayer):
+            found += states(layer, width, f)
+    return found
+
+
+def states(layer: StateLayer, width: int, f: Fields) -> list[Part]:
+    """One recurrent layer's tensors."""
+    conv_bias = bool(f.get("mamba_conv_bias", "use_conv_bias", default=True))
+    bias = bool(f.get("mamba_proj_bias", "use_bias", "add_bias_linear", default=False))
+    if layer.mixer == "mamba1":
+        rank = f.get("time_step_rank", "mamba_dt_rank", default="auto")
+        rank = -(-width // 16) if rank == "auto" else f.integer("time_step_rank", "mamba_dt_rank")
+        return [blocks.mamba1(layer, width, rank, conv_bias, bias, f.get("model_kind") == "jamba")]
+    if layer.mixer == "mamba2":
+        norm = f.get("model_kind") != "falcon_h1" or bool(f.get("mamba_rms_norm", default=False))
+        return blocks.mamba2(layer, width, conv_bias, bias, norm)
+    if layer.mixer == "gdn":
+        return [blocks.delta_net(layer, width)]
+    if layer.mixer == "kda":
+        return blocks.kimi_delta(layer, width)
+    return [blocks.short_conv(layer, width, bool(f.get("conv_bias", default=False)))]
+
+
+# -- feed-forward blocks -----------------------------------------------------------------------------
+
+
+def feed_forward(model: Model, f: Fields, has: Architecture) -> list[Part]:
+    """Dense blocks, and routed and shared experts with their router."""
+    if f.get("model_kind") in ("mamba", "falcon_mamba", "mamba2"):
+        return []
+    width, depth = width_of(f), depth_of(f)
+    sparse = sparse_layers(f, depth)
+    found: list[Part] = []
+    for i in range(depth):
+        found += experts(f, has, width) if sparse[i] else dense(f, has, width, i)
+    return found
+
+
+def dense(f: Fields, has: Architecture, width: int, layer: int) -> list[Part]:
+    sizes = f.get("intermediate_size")
+    inner = (
+        sizes[layer]
+        if isinstance(sizes, list)
+        else f.integer("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+    )
+    return [mlp(width, inner, has.matrices, on(f, has.mlp_bias))]
+
+
+def experts(f: Fields, has: Architecture, width: int) -> list[Part]:
+    count, top_k = f.integer(*EXPERT_COUNTS), f.integer(*EXPERTS_PER_TOKEN)
+    inner = f.integer(*has.expert_size)
+    one = has.matrices * width * inner + ((has.matrices - 1) * inner + width if has.expert_bias else 0)
+    router = linear_router(width, count, has, f)
+    found = [Part("experts", count * one, 1, count, top_k), Part("router", router, shards=1)]
+    shared = 0
+    if has.shared_size:
+        shared = f.integer(*has.shared_size, default=0, least=0)
+    elif has.shared_count:
+        shared = f.integer(*has.shared_count, default=0, least=0) * inner
+    if shared:
+        found.append(mlp(width, shared, has.matrices, role="shared_experts"))
+        if has.shared_gate:
+            found.append(Part("router", width, shards=1))
+    return found
+
+
+def linear_router(width: int, count: int, has: Architecture, f: Fields) -> int:
+    return blocks.linear(width, count, has.router_bias) + (count if on(f, has.correction) else 0)
+
+
+def sparse_layers(f: Fields, depth: int) -> list[bool]:
+    """Which layers have routed experts; every field that says so under the names that configs use."""
+    if not f.has(*EXPERT_COUNTS) or f.integer(*EXPERT_COUNTS, least=0) < 2:
+        return [False] * depth
+    rules: list[Callable[[int], bool]] = []
+    kinds = f.listing("mlp_layer_types", length=depth)
+    frequency = f.get("moe_layer_freq")
+    if kinds is not None:
+        return [kind == "sparse" for kind in kinds]
+    if isinstance(frequency, list):
+        return [bool(x) for x in f.listing("moe_layer_freq", length=depth)]
+    if f.has("moe_layers"):
+        chosen = set(f.listing("moe_layers"))
+        return [i in chosen for i in range(depth)]
+    if f.has("expert_layer_period"):
+        period, offset = f.integer("expert_layer_period"), f.integer("expert_layer_offset", least=0)
+        return [i % period == offset for i in range(depth)]
+    if f.has("moe_layer_start_index"):
+        first, last = f.integer("moe_layer_start_index", least=0), f.optional("moe_layer_end_index", least=-1)
+        step = f.integer("moe_layer_interval", default=1)
+        last = depth - 1 if last in (None, -1) else last
+        return [first <= i <= last and (i + 1) % step == 0 for i in range(depth)]
+    first = f.integer("first_k_dense_replace", "num_dense_layers", default=0, least=0)
+    rules.append(lambda i: i >= first)
+    if isinstance(frequency, int):
+        rules.append(lambda i: i % frequency == 0)
+    step = f.integer("decoder_sparse_step", default=1)
+    dense_ones = set(f.listing("mlp_only_layers") or ())
+    rules.append(lambda i: i not in dense_ones and (i + 1) % step == 0)
+    return [all(rule(i) for rule in rules) for i in range(depth)]
+
+
+# -- norms and both ends -----------------------------------------------------------------------------
+
+
+def norms(model: Model, f: Fields, has: Architecture) -> list[Part]:
+    if has.bare_norms:
+        return []
+    count = has.norms * depth_of(f) + has.final_norm
+    return [Part("norm", count * width_of(f) * (2 if has.layer_norm else 1), shards=1)]
+
+
+def ends(f: Fields, has: Architecture) -> list[Part]:
+    """The embedding, and the head where it is not the embedding itself."""
+    vocabulary, width = f.integer("vocab_size"), width_of(f)
+    found = [Part("embedding", vocabulary * width)]
+    if not f.get("tie_word_embeddings", default=has.tied):
+        found.append(Part("head", vocabulary * width))
+    if on(f, has.head_bias):
+        found.append(Part("head", vocabulary))
+    return found
