@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
-Flag = bool | str
+#: True, False, the name of a field that says it, or a field and the value that means yes
+Flag = bool | str | tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Architecture:
     gate: str | None = None
     sinks: str | None = None
     head_bias: Flag = False
+    dense_size: tuple[str, ...] = (
+        "intermediate_size",
+        "ffn_hidden_size",
+        "ffn_dim",
+        "decoder_ffn_dim",
+        "n_inner",
+    )
     expert_size: tuple[str, ...] = ("moe_intermediate_size", "intermediate_size")
     shared_size: tuple[str, ...] = ()
     #: shared experts as a number of routed ones
@@ -66,7 +74,7 @@ QWEN_MOE = {
 DEEPSEEK = {
     "shared_count": ("n_shared_experts",),
     "expert_size": ("moe_intermediate_size",),
-    "correction": True,
+    "correction": ("topk_method", "noaux_tc"),
     "defaults": {"first_k_dense_replace": 3},
 }
 OLD = {"matrices": 2, "layer_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
@@ -77,11 +85,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral": Architecture(),
     "ministral3": Architecture(),
     "mixtral": Architecture(),
-    "phi": Architecture(
-        **OLD | {"norms": 1}, head_bias=True, query_key_norm="head", query_key_norm_if="qk_layernorm"
-    ),
+    "phi": Architecture(**OLD | {"norms": 1}, query_key_norm="head", query_key_norm_if="qk_layernorm"),
     "phi3": Architecture(),
-    "phimoe": Architecture(**attention_bias(), layer_norm=True, head_bias="lm_head_bias"),
+    "phimoe": Architecture(qkv_bias=True, out_bias=True, layer_norm=True, head_bias=True),
     "starcoder2": Architecture(
         tied=True,
         matrices=2,
@@ -174,7 +180,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere2": Architecture(tied=True, **attention_bias(), norms=1),
     "cohere2_moe": Architecture(tied=True, **attention_bias(), norms=1, shared_count=("num_shared_experts",)),
-    "granite_swa": Architecture(tied=True, **attention_bias(mlp_bias="mlp_bias")),
+    "granite_swa": Architecture(tied=True, **attention_bias(mlp_bias="mlp_bias"), sinks="all"),
     "exaone4": Architecture(query_key_norm="head"),
     "exaone_moe": Architecture(
         query_key_norm="head",
@@ -216,7 +222,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared_count=("n_shared_experts",),
     ),
     "llama4_text": Architecture(
-        **attention_bias(), expert_size=("intermediate_size",), shared_size=("intermediate_size",)
+        dense_size=("intermediate_size_mlp",),
+        defaults={"interleave_moe_layer_step": 1},
+        **attention_bias(),
+        expert_size=("intermediate_size",),
+        shared_size=("intermediate_size",),
     ),
     "whisper": Architecture(**OLD | {"norms": 3}, tied=True),
     "deepseek_v2": Architecture(**DEEPSEEK | {"correction": False, "defaults": {"first_k_dense_replace": 0}}),

@@ -34,7 +34,8 @@ class Part:
 
     ``experts``: how many alike the numbers are divided into, of which every token uses ``top_k``.
     ``shards``: the most ranks that tensor parallelism can divide the tensors between; None for any
-    number, 1 where every rank holds all of them.
+    number, 1 where every rank holds all of them. ``rows``: of a table, of which a token reads one.
+    ``uses``: how often a step multiplies with the same tensors.
     """
 
     role: str
@@ -43,6 +44,8 @@ class Part:
     experts: int = 1
     top_k: int = 1
     shards: int | None = None
+    rows: int | None = None
+    uses: float = 1.0
 
     def per_rank(self, ranks: int) -> float:
         """Parameters on one of ``ranks`` tensor parallel ranks."""
@@ -76,6 +79,8 @@ class Attending:
     sinks: str | None = None
     #: keys serve as values: no value projection
     shared_values: bool = False
+    #: keys and values are those of an earlier layer
+    queries_only: bool = False
 
 
 def attention(layer: AttentionLayer, width: int, has: Attending) -> list[Part]:
@@ -89,9 +94,11 @@ def attention(layer: AttentionLayer, width: int, has: Attending) -> list[Part]:
         queries += width * heads * (size if has.gate == "full" else 1)
     if has.sinks == "all" or (has.sinks == "window" and layer.sliding_window):
         queries += heads
-    parts = [Part("attention", queries), Part("attention", keys + values, shards=kv_heads)]
+    parts = [Part("attention", queries)]
+    if not has.queries_only:
+        parts.append(Part("attention", keys + values, shards=kv_heads))
     if has.query_key_norm == "head":
-        norm = 2 * size
+        norm = size if has.queries_only else 2 * size
     elif has.query_key_norm in ("heads", "each"):
         norm = (heads + kv_heads) * size
     else:

@@ -19,6 +19,7 @@ from decodebench.forecast.architectures import (
     Flag,
 )
 from decodebench.forecast.parts import ROLES, Attending, Part, mlp
+from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
 from decodebench.models import FAMILIES, Model, load_model
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, StateLayer
@@ -36,6 +37,7 @@ def weights(model) -> tuple[Part, ...]:
     model = load_model(model)
     f, has = fields_of(model)
     found = [*mixers(model, f, has), *feed_forward(model, f, has), *norms(model, f, has), *ends(f, has)]
+    found += UNUSUAL.get(f.get("model_kind"), lambda f: [])(f)
     return add_up(found)
 
 
@@ -51,7 +53,7 @@ def add_up(found: list[Part]) -> tuple[Part, ...]:
     """Parts that differ in their size alone as one."""
     together: dict[tuple, Part] = {}
     for part in found:
-        key = (part.role, part.experts, part.top_k, part.shards)
+        key = (part.role, part.experts, part.top_k, part.shards, part.rows, part.uses)
         before = together.get(key)
         together[key] = (
             replace(before, params=before.params + part.params, layers=before.layers + part.layers)
@@ -80,6 +82,8 @@ def fields_of(model: Model) -> tuple[Fields, Architecture]:
 
 def on(f: Fields, flag: Flag) -> bool:
     """What a flag of an architecture says of this config."""
+    if isinstance(flag, tuple):
+        return f.get(flag[0]) == flag[1]
     return bool(f.get(flag, default=False)) if isinstance(flag, str) else flag
 
 
@@ -89,13 +93,18 @@ def width_of(f: Fields) -> int:
 
 def depth_of(f: Fields) -> int:
     """Decoder layers."""
+    if f.get("model_kind") == "nemotron_h":
+        return len(nemotron_letters(f))
+    return f.layer_count("num_hidden_layers", "n_layer", "decoder_layers", "num_layers")
+
+
+def nemotron_letters(f: Fields) -> str:
+    """A letter a layer: M(amba-2), * (attention), - (MLP), E(xperts)."""
     pattern = f.get("hybrid_override_pattern")
     if isinstance(pattern, str):
-        return len(pattern)
-    kinds = f.listing("layers_block_type") if f.get("model_kind") == "nemotron_h" else None
-    return (
-        len(kinds) if kinds else f.layer_count("num_hidden_layers", "n_layer", "decoder_layers", "num_layers")
-    )
+        return pattern
+    letters = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E"}
+    return "".join(letters.get(kind, "-") for kind in f.listing("layers_block_type", "layer_types") or ())
 
 
 # -- what mixes tokens -----------------------------------------------------------------------------
@@ -121,7 +130,10 @@ def mixers(model: Model, f: Fields, has: Architecture) -> list[Part]:
     found: list[Part] = []
     for layer in model.layer.values():
         if isinstance(layer, AttentionLayer):
-            found += blocks.attention(layer, width, attention)
+            if f.get("model_kind") in OWN_ATTENTION:
+                continue
+            shared = layer.name in model.shared_layers
+            found += blocks.attention(layer, width, replace(attention, queries_only=shared))
         elif isinstance(layer, LatentLayer):
             found += blocks.latent(layer, width, f)
         elif isinstance(layer, IndexerLayer):
@@ -154,13 +166,23 @@ def states(layer: StateLayer, width: int, f: Fields) -> list[Part]:
 
 def feed_forward(model: Model, f: Fields, has: Architecture) -> list[Part]:
     """Dense blocks, and routed and shared experts with their router."""
-    if f.get("model_kind") in ("mamba", "falcon_mamba", "mamba2"):
+    kind = f.get("model_kind")
+    if kind in ("mamba", "falcon_mamba", "mamba2") or kind in OWN_FEED_FORWARD:
         return []
     width, depth = width_of(f), depth_of(f)
+    if kind == "nemotron_h":
+        letters = nemotron_letters(f)
+        found = letters.count("-") * dense(f, has, width, 0) if "-" in letters else []
+        return found + (letters.count("E") * experts(f, has, width) if "E" in letters else [])
+    if kind == "longcat_flash":
+        return depth * experts(f, has, width)
     sparse = sparse_layers(f, depth)
     found: list[Part] = []
     for i in range(depth):
-        found += experts(f, has, width) if sparse[i] else dense(f, has, width, i)
+        if sparse[i]:
+            found += experts(f, has, width)
+        if not sparse[i] or kind == "gemma4_text":  # Gemma 4 has experts beside its dense block
+            found += dense(f, has, width, i)
     return found
 
 
@@ -169,17 +191,26 @@ def dense(f: Fields, has: Architecture, width: int, layer: int) -> list[Part]:
     inner = (
         sizes[layer]
         if isinstance(sizes, list)
-        else f.integer("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+        else f.integer(*has.dense_size, default=default_inner(f, width))
     )
     return [mlp(width, inner, has.matrices, on(f, has.mlp_bias))]
 
 
+def default_inner(f: Fields, width: int) -> int | None:
+    """The inner size of families whose configs may leave it to be four times the width."""
+    return 4 * width if f.get("model_kind") in ("gpt2", "bloom", "falcon", "gpt_neox") else None
+
+
 def experts(f: Fields, has: Architecture, width: int) -> list[Part]:
     count, top_k = f.integer(*EXPERT_COUNTS), f.integer(*EXPERTS_PER_TOKEN)
-    inner = f.integer(*has.expert_size)
-    one = has.matrices * width * inner + ((has.matrices - 1) * inner + width if has.expert_bias else 0)
+    inner, latent = f.integer(*has.expert_size), f.optional("moe_latent_size")
+    one = has.matrices * (latent or width) * inner + (
+        (has.matrices - 1) * inner + width if has.expert_bias else 0
+    )
     router = linear_router(width, count, has, f)
     found = [Part("experts", count * one, 1, count, top_k), Part("router", router, shards=1)]
+    if latent:  # experts work in a narrower space, with a map into it and back
+        found.append(Part("shared_experts", 2 * width * latent, shards=1))
     shared = 0
     if has.shared_size:
         shared = f.integer(*has.shared_size, default=0, least=0)
@@ -207,6 +238,9 @@ def sparse_layers(f: Fields, depth: int) -> list[bool]:
         return [kind == "sparse" for kind in kinds]
     if isinstance(frequency, list):
         return [bool(x) for x in f.listing("moe_layer_freq", length=depth)]
+    if f.get("interleave_moe_layer_step") and not f.has("moe_layers"):
+        step = f.integer("interleave_moe_layer_step")
+        return [(i + 1) % step == 0 for i in range(depth)]
     if f.has("moe_layers"):
         chosen = set(f.listing("moe_layers"))
         return [i in chosen for i in range(depth)]
