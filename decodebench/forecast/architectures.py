@@ -40,6 +40,7 @@ class Architecture:
     query_key_norm: str | None = None
     #: the field that switches the norm of queries and keys on; None: always there
     query_key_norm_if: str | None = None
+    norm_bias: bool = False
     gate: str | None = None
     sinks: str | None = None
     head_bias: Flag = False
@@ -85,7 +86,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral": Architecture(),
     "ministral3": Architecture(),
     "mixtral": Architecture(),
-    "phi": Architecture(**OLD | {"norms": 1}, query_key_norm="head", query_key_norm_if="qk_layernorm"),
+    "phi": Architecture(
+        **OLD | {"norms": 1}, query_key_norm="head", norm_bias=True, query_key_norm_if="qk_layernorm"
+    ),
     "phi3": Architecture(),
     "phimoe": Architecture(qkv_bias=True, out_bias=True, layer_norm=True, head_bias=True),
     "starcoder2": Architecture(
@@ -101,7 +104,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": Architecture(
         qkv_bias="qkv_bias", defaults={"qkv_bias": True, "decoder_sparse_step": 1}, **QWEN_MOE
     ),
-    "qwen3": Architecture(**attention_bias(), query_key_norm="head"),
+    "qwen3": Architecture(qkv_bias="attention_bias", query_key_norm="head"),
     "qwen3_moe": Architecture(
         **attention_bias(),
         query_key_norm="head",
@@ -118,7 +121,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias="attention_bias",
         query_key_norm="head",
         query_key_norm_if="use_qk_norm",
-        **DEEPSEEK | {"defaults": {"first_k_dense_replace": 1}},
+        **DEEPSEEK | {"correction": True, "defaults": {"first_k_dense_replace": 1}},
     ),
     "granite": Architecture(**attention_bias(mlp_bias="mlp_bias")),
     "granitemoe": Architecture(**attention_bias()),
@@ -139,7 +142,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5_moe": Architecture(
         tied=True,
         qkv_bias="use_bias",
-        out_bias="use_bias",
         mlp_bias="use_bias",
         expert_size=("moe_intermediate_size",),
         shared_count=("moe_num_shared_experts",),
@@ -150,7 +152,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         **attention_bias(), query_key_norm="head", query_key_norm_if="use_qk_norm"
     ),
     "hunyuan_v1_moe": Architecture(
-        **attention_bias(), query_key_norm="head", query_key_norm_if="use_qk_norm"
+        **attention_bias(),
+        query_key_norm="head",
+        query_key_norm_if="use_qk_norm",
+        shared_count=("num_shared_expert",),
     ),
     "minimax_m2": Architecture(query_key_norm="heads", expert_size=("intermediate_size",), correction=True),
     "arcee": Architecture(**attention_bias(mlp_bias="mlp_bias"), matrices=2),
@@ -164,7 +169,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(**OLD, tied=True),
     "bloom": Architecture(**OLD, tied=True),
     "falcon": Architecture(
-        matrices=2, layer_norm=True, norms=1, qkv_bias="bias", out_bias="bias", mlp_bias="bias", tied=True
+        matrices=2, layer_norm=True, qkv_bias="bias", out_bias="bias", mlp_bias="bias", tied=True
     ),
     "gemma2": Architecture(tied=True, **attention_bias(), norms=4),
     "gemma3_text": Architecture(tied=True, **attention_bias(), norms=4, query_key_norm="head"),
@@ -265,7 +270,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         **attention_bias(), expert_size=("intermediate_size",), shared_size=("shared_intermediate_size",)
     ),
     "zamba2": Architecture(tied=True, norms=1),
-    "falcon_h1": Architecture(**attention_bias(mlp_bias="mlp_bias")),
+    "falcon_h1": Architecture(),
     "qwen3_next": Architecture(
         **attention_bias(),
         query_key_norm="head",

@@ -341,7 +341,7 @@ class Prepared:
             if part.role == "encoder":
                 continue
             if part.role == "embedding":
-                read, work = tokens * self.width * size * part.layers, 0.0
+                read, work = tokens * part.params / (part.rows or 1) * size, 0.0
             elif part.role == "experts":
                 ranks = self.tensor_parallel_size * self._expert_replicas
                 one = part.params / part.experts / ranks
@@ -350,7 +350,8 @@ class Prepared:
             elif part.role == "norm":
                 read, work = rank * size, 0.0
             else:
-                read, work = rank * size, 2 * rank * (sampled if part.role == "head" else tokens)
+                each = sampled if part.role == "head" else tokens
+                read, work = rank * size, 2 * rank * part.uses * each
             before = loads.get(part.role, Load(part.role, dtype=format.dtype))
             loads[part.role] = Load(part.role, before.bytes + read, before.operations + work, format.dtype)
         if tied and embedding is not None:

@@ -22,6 +22,16 @@ def learned_positions(f: Fields) -> list[Part]:
     return [Part("embedding", rows * width, rows=rows)]
 
 
+def bloom(f: Fields) -> list[Part]:
+    """A norm behind the embedding."""
+    return [Part("norm", 2 * f.integer("hidden_size", "n_embed"), shards=1)]
+
+
+def apertus(f: Fields) -> list[Part]:
+    """The two numbers of every layer's activation."""
+    return [Part("norm", 2 * f.layer_count(), shards=1)]
+
+
 def opt_projections(f: Fields) -> list[Part]:
     """Positions, and the maps to and from embeddings that are narrower than the model."""
     width, narrow = f.integer("hidden_size"), f.optional("word_embed_proj_dim")
@@ -166,6 +176,8 @@ def compressor(width: int, size: int, ratio: int) -> list[Part]:
 UNUSUAL: dict[str, Callable[[Fields], list[Part]]] = {
     "gpt2": learned_positions,
     "opt": opt_projections,
+    "bloom": bloom,
+    "apertus": apertus,
     "whisper": whisper_encoder,
     "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,

@@ -119,6 +119,7 @@ def attending(f: Fields, has: Architecture) -> Attending:
         qkv_bias=on(f, has.qkv_bias),
         out_bias=on(f, has.out_bias),
         query_key_norm=norm,
+        norm_bias=has.norm_bias,
         gate=has.gate,
         sinks=has.sinks,
     )
@@ -180,19 +181,28 @@ def feed_forward(model: Model, f: Fields, has: Architecture) -> list[Part]:
     found: list[Part] = []
     for i in range(depth):
         if sparse[i]:
-            found += experts(f, has, width)
+            found += experts(f, has, width, i)
         if not sparse[i] or kind == "gemma4_text":  # Gemma 4 has experts beside its dense block
             found += dense(f, has, width, i)
     return found
 
 
 def dense(f: Fields, has: Architecture, width: int, layer: int) -> list[Part]:
+    """The dense block of one layer."""
+    if f.get("model_kind") == "granitemoehybrid":  # without experts it has its shared block alone
+        return [mlp(width, f.integer("shared_intermediate_size"), has.matrices)]
     sizes = f.get("intermediate_size")
-    inner = (
-        sizes[layer]
-        if isinstance(sizes, list)
-        else f.integer(*has.dense_size, default=default_inner(f, width))
-    )
+    if isinstance(sizes, list):
+        inner = f.listing("intermediate_size", length=layer + 1)[layer]
+    else:
+        inner = f.integer(*has.dense_size, default=default_inner(f, width))
+    if f.get("use_double_wide_mlp", default=False):
+        first = depth_of(f) - f.integer("num_kv_shared_layers", default=0, least=0)
+        inner *= 2 if layer >= first > 0 else 1
+    if f.get("model_kind") == "lfm2" and f.get("block_auto_adjust_ff_dim", default=True):
+        grain = f.integer("block_multiple_of", default=256)
+        inner = int(f.get("block_ffn_dim_multiplier", default=1) * int(2 * inner / 3))
+        inner = grain * -(-inner // grain)
     return [mlp(width, inner, has.matrices, on(f, has.mlp_bias))]
 
 
@@ -201,21 +211,28 @@ def default_inner(f: Fields, width: int) -> int | None:
     return 4 * width if f.get("model_kind") in ("gpt2", "bloom", "falcon", "gpt_neox") else None
 
 
-def experts(f: Fields, has: Architecture, width: int) -> list[Part]:
-    count, top_k = f.integer(*EXPERT_COUNTS), f.integer(*EXPERTS_PER_TOKEN)
-    inner, latent = f.integer(*has.expert_size), f.optional("moe_latent_size")
-    one = has.matrices * (latent or width) * inner + (
-        (has.matrices - 1) * inner + width if has.expert_bias else 0
-    )
+def experts(f: Fields, has: Architecture, width: int, layer: int = 0) -> list[Part]:
+    """One layer's routed experts, its router, and the experts that all tokens share."""
+
+    def number(names: tuple[str, ...], **limits) -> int:
+        value = f.get(*names)
+        if isinstance(value, list):  # a number for every layer (Hunyuan)
+            return Fields({names[0]: f.listing(*names, length=layer + 1)[layer]}, f.source).integer(names[0])
+        return f.integer(*names, **limits)
+
+    count, top_k = number(EXPERT_COUNTS), number(EXPERTS_PER_TOKEN)
+    inner, latent = number(has.expert_size), f.optional("moe_latent_size")
+    one = has.matrices * (latent or width) * inner
+    one += (has.matrices - 1) * inner + width if has.expert_bias else 0
     router = linear_router(width, count, has, f)
     found = [Part("experts", count * one, 1, count, top_k), Part("router", router, shards=1)]
     if latent:  # experts work in a narrower space, with a map into it and back
         found.append(Part("shared_experts", 2 * width * latent, shards=1))
     shared = 0
     if has.shared_size:
-        shared = f.integer(*has.shared_size, default=0, least=0)
+        shared = number(has.shared_size, default=0, least=0)
     elif has.shared_count:
-        shared = f.integer(*has.shared_count, default=0, least=0) * inner
+        shared = number(has.shared_count, default=0, least=0) * inner
     if shared:
         found.append(mlp(width, shared, has.matrices, role="shared_experts"))
         if has.shared_gate:
@@ -268,14 +285,18 @@ def sparse_layers(f: Fields, depth: int) -> list[bool]:
 def norms(model: Model, f: Fields, has: Architecture) -> list[Part]:
     if has.bare_norms:
         return []
-    count = has.norms * depth_of(f) + has.final_norm
+    each = has.norms
+    if f.get("model_kind") == "falcon" and f.get("parallel_attn", default=True):
+        each = 2 if f.get("new_decoder_architecture", default=False) else 1
+    last = has.final_norm and f.get("do_layer_norm_before", default=True)
+    count = each * depth_of(f) + bool(last)
     return [Part("norm", count * width_of(f) * (2 if has.layer_norm else 1), shards=1)]
 
 
 def ends(f: Fields, has: Architecture) -> list[Part]:
     """The embedding, and the head where it is not the embedding itself."""
-    vocabulary, width = f.integer("vocab_size"), width_of(f)
-    found = [Part("embedding", vocabulary * width)]
+    vocabulary, width = f.integer("vocab_size"), f.optional("word_embed_proj_dim") or width_of(f)
+    found = [Part("embedding", vocabulary * width, rows=vocabulary)]
     if not f.get("tie_word_embeddings", default=has.tied):
         found.append(Part("head", vocabulary * width))
     if on(f, has.head_bias):
