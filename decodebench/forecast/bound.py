@@ -12,19 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, formats
 from decodebench.forecast.weights import fields_of, weights, width_of
-from decodebench.models import CacheOptions, Model, load_model
+from decodebench.layout.reads import visible
 from decodebench.models.layers import AttentionLayer, LatentLayer, StateLayer
-from decodebench.specs import (
+from decodebench.models.load import load_model
+from decodebench.models.model import Model
+from decodebench.models.options import CacheOptions
+from decodebench.models.specs import (
     AttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
-    DecodebenchError,
-    FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     cdiv,
@@ -566,18 +568,6 @@ def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:
     if reading.at_most is not None:
         entries = min(entries, reading.at_most)
     return entries, new
-
-
-def visible(spec: KVCacheSpec, num_tokens: int) -> tuple[int, int]:
-    """Positions [start, stop) that the new token attends to, itself (position n - 1) included."""
-    if isinstance(spec, CrossAttentionSpec):
-        return 0, spec.max_encoder_tokens
-    start = spec.num_skipped_tokens(num_tokens - 1)
-    if isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None:
-        start = max(0, num_tokens - spec.sliding_window)
-    elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
-        start = (num_tokens - 1) // spec.attention_chunk_size * spec.attention_chunk_size
-    return start, num_tokens
 
 
 def requests(batch: float, context: int | str | Mapping[int, float]) -> dict[int, float]:

@@ -20,9 +20,11 @@ from decodebench.forecast.architectures import (
 )
 from decodebench.forecast.parts import ROLES, Attending, Part, mlp
 from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
-from decodebench.models import FAMILIES, Model, load_model
+from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, StateLayer
+from decodebench.models.load import TEXT_TYPES, load_model, text_config
+from decodebench.models.model import Model
 
 #: names of a model's width
 WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -65,8 +67,6 @@ def add_up(found: list[Part]) -> tuple[Part, ...]:
 
 def fields_of(model: Model) -> tuple[Fields, Architecture]:
     """The language model's fields with its family's defaults behind them, and its architecture."""
-    from decodebench.models import TEXT_TYPES, text_config
-
     outer = Fields(model.config, model.name)
     f, _ = text_config(outer)
     kind = TEXT_TYPES.get(model.model_type, model.model_type)
