@@ -17,7 +17,7 @@ from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, formats
-from decodebench.forecast.weights import fields_of, weights, width_of
+from decodebench.forecast.weights import depth_of, fields_of, weights, width_of
 from decodebench.layout.reads import visible
 from decodebench.models.layers import AttentionLayer, LatentLayer, StateLayer
 from decodebench.models.load import load_model
@@ -262,6 +262,7 @@ class Prepared:
     data_parallel_size: int
     expert_parallel_size: int
     routing: str
+    layers: int
     decode_context_parallel_size: int = 1
 
     def at(
@@ -398,6 +399,10 @@ class Prepared:
             work += reading.layers * 2 * tokens * reading.query_heads * reading.widths * (entries + new)
         return Load("prompt attention", moved, work)
 
+    def prompt_attention(self, length: float) -> float:
+        """Seconds of attention that one token of a prompt of ``length`` tokens costs on average, at full peak."""
+        return self._prompt(1.0, length / 2).operations / self.machine.peak_of("bf16")
+
     def _held(self, lengths: Mapping[int, float]) -> float:
         """Bytes that the requests' cache takes on one rank, without unused rest of blocks."""
         total = 0.0
@@ -482,6 +487,7 @@ def prepare(
         data_parallel_size=data_parallel_size,
         expert_parallel_size=tensor_parallel_size * data_parallel_size if enable_expert_parallel else 1,
         routing=routing,
+        layers=depth_of(f),
         decode_context_parallel_size=options.decode_context_parallel_size,
     )
 
