@@ -129,7 +129,7 @@ def predict(
         serving=serving,
     )
     known = efficiency()
-    one = replace(one, model=Path(one.model).stem)
+    one = replace(one, model=short_name(one.model))
     seen = {"model": {s.model for s in known.steps}, "machine": {s.machine for s in known.steps}}
     held_out = next((by for by in ("model", "machine") if getattr(one, by) not in seen[by]), "random")
     generations = {find_machine(name).generation for name in seen["machine"]}
@@ -142,3 +142,10 @@ def predict(
     found = known.terms(one)
     total = max(sum(found.values()), bound.seconds)
     return Prediction(bound, engine, total, found, stored()["errors"][held_out], held_out, tuple(notes))
+
+
+def short_name(model: str) -> str:
+    """A model's name without the folders and the ending of its path."""
+    path = Path(model)
+    name = path.name.removesuffix(".json")
+    return path.parent.name if name == "config" and path.parent.name else name
