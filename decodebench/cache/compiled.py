@@ -66,7 +66,7 @@ def _library(source: Path) -> ctypes.CDLL | str:
         return "no C++ compiler on PATH: install g++, or use backend='torch'"
     try:
         version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
-        text = source.read_text()
+        text = "\0".join(path.read_text() for path in [source, *sorted(source.parent.glob("*.h"))])
     except OSError as error:
         return f"the C++ compiler {compiler!r} does not run ({error.strerror}): unset CXX or install g++"
     identity = "\0".join([text, *FLAGS, compiler, version, _processor(), torch.__version__])
@@ -140,6 +140,12 @@ def _build(compiler: str, source: Path, target: Path) -> str | None:
     return f"{Path(compiler).name} cannot build {source.name} ({reason}): use backend='torch'"
 
 
+def has(flag: str) -> bool:
+    """Whether the kernel says that the processor has a feature (``avx2``, ``avx512_bf16``, ``amx_bf16``)."""
+    return flag in _processor().split()
+
+
+@memoize
 def _processor() -> str:
     """What this processor can do, as the kernel tells it."""
     try:

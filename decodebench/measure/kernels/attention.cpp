@@ -16,7 +16,8 @@ struct Attention {
   const int32_t* table; int64_t table_width;
   const int64_t *start, *stop;
   int64_t batch, kv_heads, group, entries, dk, dv, v_offset;
-  const float* q;      // [batch, kv_heads * group, dk], scaled by log2(e) / sqrt(d)
+  const float* q;      // [batch, kv_heads * group, dk]
+  float factor;        // what scores are multiplied by: the scale times log2(e)
   float* out;          // [batch, kv_heads * group, dv]
 };
 
@@ -101,15 +102,19 @@ static void few_rows(const Attention& a, const float* q, const Tile<T>& tile, Su
   score<T, G>(q, a.dk, tile, scores);
   for (int g = 0; g < G; g++) {
     float* x = scores + g * TILE;
-    for (int t = tile.n; t < TILE; t++) x[t] = LOWEST;
+    for (int t = tile.n; t < TILE; t++) x[t] = LOWEST / a.factor;
     V highest = splat(s.m[g]);   // a NaN score may be missed here; its exponential will not be
-    for (int t = 0; t < TILE; t += 16) { V y = loadu<V>(x + t); highest = y > highest ? y : highest; }
+    for (int t = 0; t < TILE; t += 16) {
+      V y = loadu<V>(x + t) * a.factor;
+      storeu(x + t, y);
+      highest = y > highest ? y : highest;
+    }
     const float top = top_of(highest);
     keep[g] = s.m[g] == top ? 1.0f : vexp2(splat(s.m[g] - top))[0];
     V total = {};
     for (int t = 0; t < TILE; t += 16) {
       V y = loadu<V>(x + t);
-      V e = y == splat(LOWEST) ? V{} : vexp2(y - top);
+      V e = y < splat(0.5f * LOWEST) ? V{} : vexp2(y - top);
       total += e; storeu(x + t, e);
     }
     s.l[g] = s.l[g] * keep[g] + sum(total);
@@ -250,6 +255,7 @@ template <class T> struct Quads {
   // weights of a quad as pairs of tokens: p[t / 4][head][2 pairs]
   void weigh(int64_t quad, V* x, int n, uint16_t* p, float* keep, Sums s) {
     const int vectors = (n + 3) / 4;
+    for (int i = 0; i < vectors; i++) x[i] *= a.factor;
     if (n % 4) {   // tokens that are not there
       const VI token = VI{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
       x[vectors - 1] = token < n % 4 ? x[vectors - 1] : splat(LOWEST);
@@ -258,7 +264,6 @@ template <class T> struct Quads {
     for (int i = 1; i < vectors; i++) top = x[i] > top ? x[i] : top;
     V other = within(top, 2); top = other > top ? other : top;
     other = within(top, 1); top = other > top ? other : top;
-    V* m = (V*)nullptr; (void)m;
     const V before = loadu<V>(s.m + quad * 16);
     top = top > before ? top : before;
     V kept = vexp2(before - top), sum_of = loadu<V>(s.l + quad * 16) * kept;
@@ -298,10 +303,7 @@ template <class T> struct Quads {
       for (int i = 0; i < N; i++) storeu(acc + h * a.dv + d + 16 * i, sum_of[h][i]);
   }
 
-  void start(const float* q, Sums s) {
-    pack(q);
-    (void)s;
-  }
+  void start(const float* q, Sums) { pack(q); }
   void add_tile(const float*, const Tile<T>& tile, Sums s) {
     const uint16_t *keys[TILE], *values[TILE];
     if constexpr (is_fp8<T>) {
@@ -402,8 +404,8 @@ static void product(int64_t rows, const float* a, int64_t a_row, int64_t a_step,
     for (; m + M <= rows; m += M)
       block_product<P, M, N>(a + m * a_row, a_row, a_step, b, b_step, k, out + m * out_row, out_row, keep ? keep + m : nullptr);
   };
-  if (N == 1 && ACROSS > 1) blocks(std::integral_constant<int, 16>{});
-  if (N <= 2 && ACROSS > 1) blocks(std::integral_constant<int, 10>{});
+  if constexpr (N == 1 && ACROSS > 1) blocks(std::integral_constant<int, 16>{});
+  if constexpr (N == 2 && ACROSS > 1) blocks(std::integral_constant<int, 10>{});
   blocks(std::integral_constant<int, DOWN>{});
   blocks(std::integral_constant<int, 4>{});
   blocks(std::integral_constant<int, 2>{});
@@ -449,9 +451,6 @@ template <class T, class P> struct Many {
     });
   }
   void bring(const Tile<T>& tile) {
-    const int64_t span = (const char*)tile.values[0] - (const char*)tile.keys[0];
-    const bool apart = span != a.v_offset * (int64_t)sizeof(typename T::raw);
-    (void)apart;
     for (int t = 0; t < tile.n; t++) {
       raw* row = &rows_of[t * width];
       if constexpr (P::EACH == 2) {
@@ -474,11 +473,13 @@ template <class T, class P> struct Many {
     });
     for (int64_t c = 0; c < columns; c += 16) {
       float* x = scores.data() + c;
-      const V none = splat(LOWEST);
-      V before = none;
-      if (c + 16 <= a.group) before = loadu<V>(s.m + c); else memcpy(&before, s.m + c, (a.group - c) * 4);
+      const V before = loadu<V>(s.m + c);   // room for whole vectors: see `stat`
       V top = before;
-      for (int t = 0; t < n; t++) { V y = loadu<V>(x + t * columns); top = y > top ? y : top; }
+      for (int t = 0; t < n; t++) {
+        V y = loadu<V>(x + t * columns) * a.factor;
+        storeu(x + t * columns, y);
+        top = y > top ? y : top;
+      }
       const V kept = vexp2(before - top);
       V total = {};
       for (int t = 0; t < n; t++) {
@@ -487,11 +488,7 @@ template <class T, class P> struct Many {
       }
       if (even > n) storeu(x + n * columns, V{});
       storeu(keep.data() + c, kept);
-      float sums_of[16], tops[16];
-      storeu(sums_of, total); storeu(tops, top);
-      for (int64_t i = 0; i < std::min<int64_t>(16, a.group - c); i++) {
-        s.l[c + i] = s.l[c + i] * kept[i] + sums_of[i]; s.m[c + i] = tops[i];
-      }
+      storeu(s.l + c, loadu<V>(s.l + c) * kept + total); storeu(s.m + c, top);
     }
     if constexpr (P::EACH == 2) {
 #if defined(HAS_PAIRS)
@@ -507,12 +504,7 @@ template <class T, class P> struct Many {
         float* to = values.data() + v * 16 * (WIDE / 2);
         for (int t = 0; t < even; t += 2) {
           const raw *r0 = &rows_of[t * width + a.v_offset + v * 16], *r1 = r0 + width;
-          if constexpr (N == 1) {
-            const __m256i x = loadu<__m256i>(r0), y = loadu<__m256i>(r1);
-            const __m256i l = _mm256_unpacklo_epi16(x, y), h = _mm256_unpackhi_epi16(x, y);
-            storeu(to + t / 2 * 16, _mm256_permute2x128_si256(l, h, 0x20));
-            storeu(to + t / 2 * 16 + 8, _mm256_permute2x128_si256(l, h, 0x31));
-          } else
+          if constexpr (N > 1)   // dimensions come in whole 32
             for (int i = 0; i < N; i += 2) {
               const __m512i x = _mm512_loadu_si512(r0 + 16 * i), y = _mm512_loadu_si512(r1 + 16 * i);
               storeu(to + (t / 2 * N + i) * 16, (V)_mm512_unpacklo_epi16(x, y));
@@ -659,14 +651,14 @@ template <class T> static void choose(const Attention& a, bool exact) {
 }
 
 // dtype codes: 0 float32, 1 bfloat16, 2 float16, 3 float8_e4m3fn, 4 float8_e5m2. `exact`: the queries hold
-// more than bfloat16 does, so that products must be float32. `factor` scales the queries before all else.
+// more than bfloat16 does, so that products must be float32.
 extern "C" int decode_attention(
     const void* kv, int dtype, int64_t block_stride, int64_t head_stride, int64_t entry_stride,
     const int32_t* table, int64_t table_width, const int64_t* start, const int64_t* stop, int64_t batch,
     int64_t kv_heads, int64_t group, int64_t entries, int64_t dk, int64_t dv, int64_t v_offset,
-    const float* q, int exact, float* out) {
+    const float* q, double scale, int exact, float* out) {
   Attention a{kv, block_stride, head_stride, entry_stride, table, table_width, start, stop, batch,
-              kv_heads, group, entries, dk, dv, v_offset, q, out};
+              kv_heads, group, entries, dk, dv, v_offset, q, (float)(scale * 1.4426950408889634), out};
   switch (dtype) {
     case 0: choose<F32>(a, exact); return 0;
     case 1: choose<BF16>(a, exact); return 0;
