@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from decodebench.coverage.required import required_rows
+from decodebench.coverage.result import Audit
+from decodebench.layout.pool import Batch
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
-def page_map(audit, batch):
+def page_map(audit: Audit, batch: Batch) -> pd.DataFrame:
     """Every page that a request owns, or that somebody wrote, with its state:
     the table that ``page_maps`` draws.
 

@@ -58,6 +58,7 @@ def options_dict(grouped: Grouped) -> dict:
 
 
 def resolved_dict(grouped: Grouped) -> dict:
+    """Block sizes and modes that the engine derives from the options; empty for a layout by hand."""
     r = grouped.resolved
     if r is None:
         return {}
@@ -70,6 +71,7 @@ def resolved_dict(grouped: Grouped) -> dict:
 
 
 def memory_dict(layout: Placed) -> dict:
+    """What one budget gives: blocks, concurrency, tokens, and where each tensor lies."""
     c = capacity(layout)
     return {
         "num_blocks": layout.num_blocks if len(layout.pool_num_blocks) == 1 else list(layout.pool_num_blocks),
@@ -81,6 +83,7 @@ def memory_dict(layout: Placed) -> dict:
 
 
 def group_dict(group: KVCacheGroupSpec, blocks: int, grouped: Grouped) -> dict:
+    """One group: layers, block size, page, blocks a request of the maximum length, and its merged spec."""
     cache_dtype = grouped.resolved.kv_cache_dtype if grouped.resolved else "auto"
     if group.mixed:
         spec = {

@@ -106,6 +106,7 @@ def prepare(
 
 
 def are_specs(model: object) -> bool:
+    """Whether this is a layout's layers by hand: layer → ``KVCacheSpec``."""
     return (
         isinstance(model, Mapping) and bool(model) and all(isinstance(s, KVCacheSpec) for s in model.values())
     )
@@ -229,6 +230,7 @@ def from_groups(
 def build(
     groups: Sequence[KVCacheGroupSpec], counts: tuple[int, ...], memory_order: str, budget: int = 0, **facts
 ) -> Layout:
+    """A layout of these groups with ``counts`` blocks a pool; ``facts``: further fields of ``Layout``."""
     tensors, size = place(groups, counts, memory_order)
     return Layout(
         groups=tuple(groups),

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.layout.pool import Batch
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, cdiv
+from decodebench.layout.pool import Batch, RequestBlocks
+from decodebench.models.layers import Layer
+from decodebench.models.specs import KVCacheSpec, cdiv
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,13 +95,13 @@ def layer_kind(layout: Layout, layer: str) -> str:
     return kind
 
 
-def model_layer(layout: Layout, layer: str):
+def model_layer(layout: Layout, layer: str) -> Layer | None:
     """The model's facts about a layer, or None for a layout made by hand."""
     model = getattr(layout, "model", None)
     return next((x for x in getattr(model, "layers", ()) if x.name == layer), None)
 
 
-def local_range(layout: Layout, group: int, spec: AttentionSpec, request) -> tuple[int, int]:
+def local_range(layout: Layout, group: int, spec: KVCacheSpec, request: RequestBlocks) -> tuple[int, int]:
     """``visible`` in this rank's entries: shared out where decode context parallelism shards the layer."""
     start, stop = spec.visible(request.request.num_tokens, request.request.encoder_tokens)
     shards = layout.decode_context_parallel_size if spec.dcp_sharded else 1

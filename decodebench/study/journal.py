@@ -17,8 +17,12 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: raised when a column changes its meaning or a case its default; folders of another version are refused
 SCHEMA_VERSION = 1
@@ -150,7 +154,7 @@ class Journal:
         (self.folder / JOURNAL).unlink()
 
 
-def to_frame(rows: Iterable[dict], types: dict[str, str]):
+def to_frame(rows: Iterable[dict], types: dict[str, str]) -> pd.DataFrame:
     """Rows as a DataFrame with exactly the columns and dtypes of ``types``, missing values empty."""
     import pandas as pd
 

@@ -141,7 +141,7 @@ COLUMNS: dict[str, Column] = {
 DTYPES = {name: column.dtype for name, column in COLUMNS.items()}
 
 
-def schema():
+def schema() -> pd.DataFrame:
     """The columns of a result table as a DataFrame: name, dtype, unit,
     meaning, first measure that fills it.
     """
@@ -150,7 +150,7 @@ def schema():
     return pd.DataFrame([{"column": name} | asdict(column) for name, column in COLUMNS.items()])
 
 
-def read(folder: str | Path):
+def read(folder: str | Path) -> pd.DataFrame:
     """Every finished row of a result folder, while a sweep is writing there or after; see ``run``."""
     rows, runs = read_folder(folder)
     return table(rows, list(rows), runs)
