@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
-from decodebench.study.journal import SCHEMA_VERSION
+from decodebench.measure.journal import SCHEMA_VERSION
 
 #: how far a case goes, each level including those before it
 MEASURES = ("layout", "coverage", "audit", "decode")

@@ -12,10 +12,11 @@ row is the newer one. Nothing here knows what the columns mean.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,53 @@ class Journal:
             ) from error
         self._file.close()
         (self.folder / JOURNAL).unlink()
+
+
+def store(
+    folder: str | Path, rows: Iterable[Mapping[str, object]], axes: Sequence[str], provenance: dict
+) -> None:
+    """Measured rows of whatever kind as one run of a result folder, which ``db.sweep.read`` and ``compare`` take.
+
+    ``axes``: the columns that say what was measured; a row with the same values there replaces the one of
+    an earlier run. All other columns are what was found. Raises ``JournalError`` as ``Journal`` does, and
+    for two rows of the same case.
+    """
+    rows = [dict(row) for row in rows]
+    with Journal(folder) as journal:
+        journal.begin_run(provenance | {"axes": list(axes), "columns": _types(rows)})
+        seen: set[str] = set()
+        for row in rows:
+            content = json.dumps([[axis, _plain(row.get(axis))] for axis in axes])
+            case_id = hashlib.sha256(content.encode()).hexdigest()[:16]
+            if case_id in seen:
+                raise JournalError(
+                    f"{folder}: two rows of one case ({content}): another axis tells them apart"
+                )
+            seen.add(case_id)
+            journal.append({"case_id": case_id} | row)
+        journal.compact([], columns_of(journal.runs) or {})
+
+
+def columns_of(runs: Sequence[Mapping]) -> dict[str, str] | None:
+    """column → pandas dtype as the runs of a folder name them; None where they are a sweep's own."""
+    named: dict[str, str] = {}
+    for run in runs:
+        named |= run.get("columns") or {}
+    return {"case_id": "string", **named, "run": "Int64"} if named else None
+
+
+def _types(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """A pandas dtype that holds every value of a column."""
+    types: dict[str, str] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        kinds = {type(_plain(row[name])) for row in rows if row.get(name) is not None}
+        if kinds <= {bool}:
+            types[name] = "boolean" if kinds else "string"
+        elif kinds <= {int}:
+            types[name] = "Int64"
+        else:
+            types[name] = "Float64" if kinds <= {int, float} else "string"
+    return types
 
 
 def to_frame(rows: Iterable[dict], types: dict[str, str]) -> pd.DataFrame:
