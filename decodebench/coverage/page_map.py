@@ -23,8 +23,8 @@ def page_map(audit: Audit, batch: Batch) -> pd.DataFrame:
 
     layout = audit.layout
     state = {(layer, 0): "null" for layer in layout.layer_names}
-    for group, spec in enumerate(layout.groups):
-        owned = {block for blocks in batch.requests for block in blocks.block_ids[group]} - {0}
+    for g, spec in enumerate(layout.groups):
+        owned = {block for blocks in batch.requests for block in blocks.block_ids[g]} - {0}
         state |= {(layer, block): "owned" for layer in spec.layer_names for block in owned}
     for rows in required_rows(layout, batch):
         group = layout.groups[rows.group]

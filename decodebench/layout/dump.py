@@ -8,6 +8,7 @@ from dataclasses import asdict
 from decodebench.layout.capacity import capacity
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Grouped, Placed
+from decodebench.models.options import CacheOptions
 from decodebench.models.specs import KVCacheSpec
 
 
@@ -36,7 +37,7 @@ def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
 
 def options_dict(grouped: Grouped) -> dict:
     """What the case was planned with: an engine's options by its names, resolved where they are."""
-    options = asdict(grouped.options)
+    options = asdict(grouped.options or CacheOptions())
     r = grouped.resolved
     resolved = (
         {}
@@ -49,7 +50,7 @@ def options_dict(grouped: Grouped) -> dict:
         | resolved
         | {
             "max_model_len": grouped.max_model_len,
-            "max_in_flight_tokens": grouped.options.max_in_flight_tokens,
+            "max_in_flight_tokens": grouped.max_in_flight_tokens,
             "kernel_block_size": r.kernel_block_size if r else options["kernel_block_size"],
             "kv_cache_layout": grouped.memory_order,
             "grouping": grouped.grouping,

@@ -57,7 +57,9 @@ class Journal:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.run = None
+        self.run: int | None = None
+        self.rows: dict[str, dict] = {}
+        self.runs: list[dict] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = _open_locked(self.folder)
@@ -67,9 +69,7 @@ class Journal:
             ) from error
         try:
             fresh = not (self.folder / PROVENANCE).exists() and not (self.folder / PARQUET).exists()
-            if fresh and os.fstat(self._file.fileno()).st_size == 0:
-                self.rows, self.runs = {}, []
-            else:
+            if not (fresh and os.fstat(self._file.fileno()).st_size == 0):
                 self.rows, self.runs = read_folder(self.folder)
             # a half-written last row: its case was not finished and will run again
             _, whole = _read_journal(self.folder / JOURNAL)

@@ -10,7 +10,7 @@ the connector's counters; what must never happen silently, by an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from decodebench.cache.connector import ConnectorError, ConnectorScheduler, ConnectorWorker
@@ -86,9 +86,8 @@ def fault_table() -> pd.DataFrame:
 def attention(block_size: int = 16, **changes: Any) -> FullAttentionSpec:
     """Full attention in bfloat16, its pages equal whatever the block size."""
     heads = 64 // block_size  # equal pages, whatever the block size
-    return FullAttentionSpec(
-        **{"block_size": block_size, "num_kv_heads": heads, "head_size": 8, "dtype": "bfloat16"} | changes
-    )
+    plain = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=8, dtype="bfloat16")
+    return replace(plain, **changes)
 
 
 def state(block_size: int = 16) -> MambaSpec:

@@ -41,7 +41,7 @@ def latency_table(
     """
     import pandas as pd
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for setting in settings:
         given = common | dict(setting)
         label = {k: v for k, v in given.items() if isinstance(v, str | int | float | bool | type(None))}
@@ -58,9 +58,10 @@ def latency_table(
         sizes = {w.kind: cache.layout.layer_specs[w.layer].block_size for w in found.work}
         whole = {k: shared[k] for k in _MEASURED} | {"layers": len(found.work)}
         rows.append(label | {"kind": "step"} | whole | same)
+        facts: dict[str, Any]
         for facts in found.kind_rows() if by_kind else ():
             part = {k: facts[k] for k in ("kind", "layers", *_MEASURED)}
-            rows.append(label | part | same | {"block_tokens": sizes[facts["kind"]]})
+            rows.append(label | part | same | {"block_tokens": sizes[str(facts["kind"])]})
         del cache, batch
         gc.collect()
     if out is not None:
