@@ -11,18 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from decodebench.blocks import NULL_BLOCK, Batch, zeroed_on_allocation
+from decodebench.blocks import NULL_BLOCK, OWN_ROWS, Batch, zeroed_on_allocation
 from decodebench.cache import Cache, bind
 from decodebench.fill import Constant, FillReport, Normal, Values, Zeros, fill_rows, merge_rows
 from decodebench.layout import KVCacheConfig
-from decodebench.specs import (
-    AttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    DecodebenchError,
-    MambaSpec,
-    cdiv,
-)
+from decodebench.specs import AttentionSpec, CircularBufferSpec, DecodebenchError
 
 
 class ConnectorError(DecodebenchError):
@@ -160,12 +153,10 @@ class ConnectorScheduler:
     def positions(self, group: int, start: int, stop: int, table_length: int) -> range:
         """Block-table positions that hold external tokens ``[start, stop)``."""
         spec = self.layout.groups[group].kv_cache_spec
-        if isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
-            return range(table_length)
-        last = cdiv(stop, self.tokens_per_block(group))
-        if isinstance(spec, MambaSpec):
-            return range(last - 1, last)  # the state after token stop, which the step starts from
-        return range(self.first_block(group, start), last)
+        held = spec.held_blocks(stop + 1, self.tokens_per_block(group), table_length)
+        if isinstance(spec, OWN_ROWS):
+            return held
+        return range(self.first_block(group, start), held.stop)
 
     def keep(self, block_id: int) -> bool:
         return block_id != NULL_BLOCK

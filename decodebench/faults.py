@@ -94,6 +94,15 @@ class IdsUnchecked(_Slicing):
         """Out of range or not, the worker will see."""
 
 
+class StateBeforeTheCopy(ConnectorScheduler):
+    """Fills the state after the last token stood in for, wherever the step reads the running one."""
+
+    def positions(self, group, start, stop, table_length):
+        wanted = super().positions(group, start, stop, table_length)
+        state = isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec)
+        return wanted[:1] if state else wanted
+
+
 class EverythingAtStartup(ConnectorScheduler):
     def groups_filled_at_startup(self) -> frozenset[int]:
         return _all_but_rings(self.layout)
@@ -347,6 +356,12 @@ FAULTS: dict[str, Fault] = {
             "the fill runs within the first decode step",
             worker=FillInsideStep,
             leaves=COST,
+        ),
+        Fault(
+            "A18",
+            "state before the copy",
+            "where a token opens a block, the block that its state was copied from is filled",
+            StateBeforeTheCopy,
         ),
     )
 }

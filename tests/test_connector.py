@@ -99,7 +99,22 @@ def test_each_groups_rows_are_counted_with_its_own_block_size():
         (chunk(48), 65, 0, [0, 0, 0, 2, 3], (2,)),
         (state(), 65, 0, [2], (2,)),
         (state(num_speculative_blocks=2), 65, 0, [2, 3, 4], (2,)),
-        (state(16, mamba_cache_mode="align"), 65, 0, [0, 0, 0, 2, 3], (2,)),
+        # block 3 begins with the token to compute: the step reads it, a later prefix hit reads block 2
+        (state(16, mamba_cache_mode="align"), 65, 0, [0, 0, 0, 2, 3], (2, 3)),
+        (state(16, mamba_cache_mode="align"), 65, 48, [0, 0, 0, 2, 3], (2, 3)),
+        (state(16, mamba_cache_mode="align"), 64, 0, [0, 0, 0, 2], (2,)),
+        (state(16, mamba_cache_mode="align"), 2, 0, [2], (2,)),
+        (state(16, mamba_cache_mode="align", num_speculative_blocks=2), 65, 0, [0, 0, 0, 2, 3, 4, 5], (2, 3)),
+        # two drafted tokens reach into the next block, and the running state with them
+        (state(16, mamba_cache_mode="align", num_speculative_blocks=2), 63, 0, [0, 0, 0, 2, 3, 4, 5], (2, 3)),
+        (
+            state(4, mamba_cache_mode="align", num_speculative_blocks=7),
+            8,
+            0,
+            [0, 2, 0, 3, *range(4, 11)],
+            (2, 3),
+        ),
+        (state(16), 65, 0, [0, 0, 0, 2, 3], (2,)),
         (state(16, mamba_cache_mode="align"), 66, 32, [0, 0, 0, 0, 3], (3,)),
         (ring(), 65, 32, [5], (5,)),
         (cross(48), 5, 0, [5, 2, 6], (5, 2, 6)),
@@ -133,7 +148,10 @@ def test_rows_are_what_decode_reads_less_what_a_hit_brought(manager):
             if isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
                 wanted = set(table)
             elif isinstance(spec, MambaSpec):
-                wanted = {table[(blocks.num_tokens - 2) // per_block]}
+                last = blocks.num_tokens - 2
+                wanted = {table[last // per_block]}
+                if spec.mamba_cache_mode == "align":  # the engine's copy of it, where the step reads it
+                    wanted.add(table[(last + 1) // per_block])
             else:
                 tokens = range(blocks.num_computed, blocks.num_tokens - 1)
                 wanted = {table[token // per_block] for token in tokens}

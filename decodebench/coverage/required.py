@@ -55,7 +55,7 @@ def _required_in_group(
     table, per_block = np.asarray(blocks.block_ids[group], dtype=np.int64), layout.tokens_per_block(group)
     by_range: dict[range, list[int]] = {}
     for layer, spec in enumerate(layout.groups[group].layer_specs):
-        by_range.setdefault(spec.required_blocks(blocks.num_tokens, per_block, len(table)), []).append(layer)
+        by_range.setdefault(blocks.required_blocks(spec, group, per_block), []).append(layer)
     for positions, layers in by_range.items():
         block_ids = table[positions.start : positions.stop]
         if len(block_ids) < len(positions) or (block_ids == NULL_BLOCK).any():
@@ -97,9 +97,8 @@ def _rows_held(layout: KVCacheConfig, batch: Batch, hits: bool) -> list[np.ndarr
         for group, spec in enumerate(layout.groups):
             table = np.asarray(blocks.block_ids[group], dtype=np.int64)
             merged, per_block = spec.kv_cache_spec, layout.tokens_per_block(group)
-            positions = merged.required_blocks(blocks.num_tokens, per_block, len(table))
-            start = positions.start if isinstance(merged, OWN_ROWS) else 0
-            start = start if hits else max(start, hit_blocks(layout, blocks, group))
+            positions = merged.held_blocks(blocks.num_tokens, per_block, len(table))
+            start = positions.start if hits else max(positions.start, hit_blocks(layout, blocks, group))
             held[group][existing(table[start : positions.stop], len(held[group]))] = True
     return held
 
