@@ -15,6 +15,7 @@ from decodebench.coverage.plan import missing, plan_audit, plan_suspects, rows_o
 from decodebench.coverage.required import (
     RequiredRows,
     holding_rows,
+    kept_rows,
     owners,
     required_rows,
     steps_between,
@@ -22,6 +23,7 @@ from decodebench.coverage.required import (
 )
 from decodebench.coverage.result import (
     FILLED_ROW,
+    FOR_LATER_HITS,
     NOTHING_TO_HOLD,
     SHARED,
     TOUCHED,
@@ -45,7 +47,7 @@ from decodebench.fill import (
     inspect_rows,
 )
 from decodebench.layout import KVCacheConfig
-from decodebench.specs import AttentionSpec, CircularBufferSpec, DecodebenchError, MambaSpec
+from decodebench.specs import AttentionSpec, CircularBufferSpec, DecodebenchError, KVCacheSpec, MambaSpec
 
 STILL_POISON = "still poison: decode reads NaN"
 UNASKED_ZEROS = "zeros that nobody asked for"
@@ -64,12 +66,12 @@ def audit(
 
     ``values``: what the fill wrote (default: ``fill_cache``'s default). ``report``: what the fill
     says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
-    compared with the bytes'. ``resident``: what a prefix
-    hit's blocks held before (filled by a request outside this batch); without it they count as
-    covered where they hold anything but poison. ``admitted``: the batch as it was filled, where
-    ``batch`` is a later state of it: rows that decode steps wrote into are covered unless they are
-    still poison. ``startup_fill``: everything was written once before, so that only what is
-    required is judged.
+    compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
+    request outside this batch); without it they count as covered where they hold anything but
+    poison or zeros that nobody asked for. ``admitted``: the batch as it was filled, where ``batch``
+    is a later state of it: rows that decode steps wrote into are covered unless they are still
+    poison. ``startup_fill``: everything was written once before, so that only what is required is
+    judged.
 
     Raises ``CoverageError`` where a table does not cover what its request reads.
     """
@@ -83,6 +85,7 @@ def audit(
     ]
     states = [s.states.numpy() for s in seen]
     held = _resident_states(cache, required, resident)
+    kept = () if steps.ran else kept_rows(layout, batch)
 
     covered = [np.zeros(s.shape, dtype=bool) for s in states]
     expected = [np.zeros(s.shape, dtype=bool) for s in states]
@@ -96,9 +99,14 @@ def audit(
         stepped = exists & steps.written[group][ids]
         for layer in rows.layers:
             found = states[group][layer, ids]
-            row_states = _row_states(found, layout.groups[group].layer_specs[layer], values)
+            spec = layout.groups[group].layer_specs[layer]
+            row_states = states_of_fill(found, spec, values)
             if foreign.any():
-                row_states = np.where(foreign, _states_of_hit(held.get(group), found, layer, ids), row_states)
+                if group in held:
+                    of_hit = states_of_fill(held[group][layer, ids], spec, resident)
+                else:
+                    of_hit = states_of_hit(found, spec)
+                row_states = np.where(foreign, of_hit, row_states)
             if stepped.any():
                 row_states = np.where(stepped & (found != UNTOUCHED), FILLED_ROW, row_states)
             row_states[~exists] = UNCOVERED_ROW
@@ -113,6 +121,15 @@ def audit(
                 short.append(
                     (rows, layer, (row_states >= WRONG_ROW) & exists, foreign & (row_states == WRONG_ROW))
                 )
+
+    for rows in kept:
+        for layer in rows.layers:
+            spec = layout.groups[rows.group].layer_specs[layer]
+            found = states[rows.group][layer, rows.block_ids]
+            bad = states_of_fill(found, spec, values) >= WRONG_ROW
+            expected[rows.group][layer, rows.block_ids] = True
+            tally.find(rows.group, layer, rows.block_ids[bad & (found != WRONG)], "uncovered", FOR_LATER_HITS)
+            tally.find(rows.group, layer, rows.block_ids[bad & (found == WRONG)], "wrong", FOR_LATER_HITS)
 
     touched = [
         (
@@ -151,13 +168,19 @@ def audit(
 # -- required rows ------------------------------------------------------------------------------
 
 
-def _row_states(found: np.ndarray, spec, values: Values) -> np.ndarray:
-    """What a required row counts as, from what its bytes say."""
+def states_of_fill(found: np.ndarray, spec: KVCacheSpec, values: Values) -> np.ndarray:
+    """What required rows count as, from what their bytes say beside the values that were asked for."""
     on_purpose = isinstance(values, Zeros) or all(part.zeros_only for part in spec.parts())
     zeros = ZEROED_ROW if on_purpose else UNCOVERED_ROW
     return np.select(
         [found == FILLED, found == UNTOUCHED, found == ZEROED], [FILLED_ROW, UNCOVERED_ROW, zeros], WRONG_ROW
     )
+
+
+def states_of_hit(found: np.ndarray, spec: KVCacheSpec) -> np.ndarray:
+    """What rows count as that somebody else filled, or decoded into since: anything but nothing is filled."""
+    zeros = ZEROED_ROW if all(part.zeros_only for part in spec.parts()) else UNCOVERED_ROW
+    return np.select([found == UNTOUCHED, found == ZEROED], [UNCOVERED_ROW, zeros], FILLED_ROW)
 
 
 def _resident_states(
@@ -168,17 +191,6 @@ def _resident_states(
         return {}
     groups = {rows.group for rows in required if rows.shared.any()}
     return {group: inspect_rows(cache, group, resident).states.numpy() for group in groups}
-
-
-def _states_of_hit(held: np.ndarray | None, found: np.ndarray, layer: int, ids: np.ndarray) -> np.ndarray:
-    if held is None:
-        return np.where(found == UNTOUCHED, UNCOVERED_ROW, FILLED_ROW)
-    then = held[layer, ids]
-    return np.select(
-        [then == FILLED, then == ZEROED, then == UNTOUCHED],
-        [FILLED_ROW, ZEROED_ROW, UNCOVERED_ROW],
-        WRONG_ROW,
-    )
 
 
 def _explained(
@@ -370,7 +382,7 @@ def _disagreements(
             if rows.any():
                 j, block = np.argwhere(rows)[0].tolist()
                 told.append(
-                    f"{describe(layout, g)}: {int(rows.sum()):,} rows {words} (first: layer "
+                    f"plan and bytes disagree: {describe(layout, g)}: {int(rows.sum()):,} rows {words} (first: layer "
                     f"{group.layer_names[j]!r}, block {block})"
                 )
     return tuple(told)

@@ -70,6 +70,28 @@ def _required_in_group(
         )
 
 
+def kept_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
+    """Rows of a fill that the next step does not read, but a later prefix hit on the same tokens would.
+
+    The state that a running state was copied from, where prefix caching keeps it.
+    """
+    kept = []
+    for request, blocks in enumerate(batch.requests):
+        for group, spec in enumerate(layout.groups):
+            if blocks.num_tokens == 1 or not isinstance(spec.kv_cache_spec, MambaSpec):
+                continue
+            per_block, table = layout.tokens_per_block(group), blocks.block_ids[group]
+            read = blocks.required_blocks(spec.kv_cache_spec, group, per_block)
+            held = spec.kv_cache_spec.held_blocks(blocks.num_tokens, per_block, len(table))
+            first = max(held.start, hit_blocks(layout, blocks, group))
+            positions = [p for p in range(first, read.start) if table[p] != NULL_BLOCK]
+            if positions:
+                where, ids = np.asarray(positions), np.asarray([table[p] for p in positions])
+                layers = tuple(range(len(spec.layer_names)))
+                kept.append(RequiredRows(request, group, layers, where, ids, np.zeros(len(ids), dtype=bool)))
+    return kept
+
+
 def hit_blocks(layout: KVCacheConfig, blocks: RequestBlocks, group: int) -> int:
     """Whole blocks at the start of a request's table that its prefix hit brought."""
     if isinstance(layout.groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
@@ -80,8 +102,8 @@ def hit_blocks(layout: KVCacheConfig, blocks: RequestBlocks, group: int) -> int:
 def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
     """Per group: bool [num_blocks], rows that hold something of what the requests stand in for.
 
-    More than what decode reads where a window layer is allocated as full attention; never the
-    blocks in which a step will write its own token or its next state.
+    More than what decode reads where a window layer is allocated as full attention, or where a
+    running state was copied from another; never the block in which a step only writes.
     """
     return _rows_held(layout, batch, hits=True)
 
