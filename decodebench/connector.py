@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from decodebench.blocks import NULL_BLOCK, OWN_ROWS, Batch, zeroed_on_allocation
 from decodebench.cache import Cache, bind
 from decodebench.fill import Constant, FillReport, Normal, Values, Zeros, fill_rows, merge_rows
+from decodebench.grouping import KVCacheGroupSpec
 from decodebench.layout import KVCacheConfig
-from decodebench.specs import AttentionSpec, CircularBufferSpec, DecodebenchError
+from decodebench.specs import AttentionSpec, CircularBufferSpec, DecodebenchError, KVCacheSpec
 
 
 class ConnectorError(DecodebenchError):
@@ -38,29 +39,48 @@ class ConnectorMetadata:
     requests: tuple[RequestFill, ...] = ()
 
 
-def startup_groups(layout: KVCacheConfig) -> frozenset[int]:
-    """Groups that one fill at startup covers for good.
+def startup_groups(layout: KVCacheConfig, values: Values | None = None) -> frozenset[int]:
+    """Groups that one fill of ``values`` (default: a constant) at startup covers for good.
 
-    Not circular buffers, which are zeroed per request; and not attention whose new blocks the
-    engine zeroes before use, which would wipe the fill.
+    Not circular buffers, which are zeroed per request, and not states, which every step replaces;
+    not attention whose new blocks the engine zeroes before use, which would wipe the fill; and not
+    groups that share a pool with other bytes: a block that changes hands brings what was written
+    for another group. There only a constant of one precision is the same for all.
     """
-    return frozenset(
-        g
-        for g, group in enumerate(layout.groups)
-        if not isinstance(group.kv_cache_spec, CircularBufferSpec)
-        and not (layout.needs_kv_cache_zeroing and isinstance(group.kv_cache_spec, AttentionSpec))
-    )
+    same_anywhere = values is None or isinstance(values, Constant | Zeros)
+
+    def keeps(group: KVCacheGroupSpec) -> bool:
+        spec = group.kv_cache_spec
+        if isinstance(spec, CircularBufferSpec) or not isinstance(spec, AttentionSpec):
+            return False
+        neighbours = [other for other in layout.groups if other.pool == group.pool]
+        contents = {_content(spec) for other in neighbours for spec in other.layer_specs}
+        return not layout.needs_kv_cache_zeroing and (
+            len(neighbours) == 1 or (same_anywhere and len(contents) == 1)
+        )
+
+    return frozenset(g for g, group in enumerate(layout.groups) if keeps(group))
+
+
+def _content(spec: KVCacheSpec) -> tuple:
+    """What decides a page's bytes under a constant, wherever in the page they lie."""
+    numbers = frozenset((part.dtype, part.zeros_only) for part in spec.parts())
+    return numbers, isinstance(spec, CircularBufferSpec)
 
 
 class ConnectorScheduler:
     """Scheduler half: which rows of which request need values in this step.
 
     ``request`` is anything with ``request_id`` and ``num_tokens`` (vLLM's own objects fit).
+    ``startup_fill``: the worker writes ``values`` (default: a constant) once at startup, and groups
+    that keep them (``startup_groups``) get no rows here.
     ``counters``: requests filled, refilled after a preemption, and external tokens stood in for.
     """
 
-    def __init__(self, layout: KVCacheConfig, startup_fill: bool = False) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: KVCacheConfig, startup_fill: bool = False, values: Values | None = None
+    ) -> None:
+        self.layout, self.values = layout, values
         self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
         self.counters = {"requests_filled": 0, "requests_refilled": 0, "external_tokens": 0}
         self._filled: dict[str, int] = {}  # request → tokens that its blocks hold
@@ -138,7 +158,7 @@ class ConnectorScheduler:
     # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
 
     def groups_filled_at_startup(self) -> frozenset[int]:
-        return startup_groups(self.layout)
+        return startup_groups(self.layout, self.values)
 
     def is_filled(self, request, num_computed_tokens: int) -> bool:
         return num_computed_tokens >= self._filled.get(request.request_id, request.num_tokens)
@@ -266,7 +286,7 @@ class ConnectorWorker:
     # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
 
     def groups_filled_at_startup(self) -> frozenset[int]:
-        return startup_groups(self.layout)
+        return startup_groups(self.layout, self.values)
 
     def bind(self, kv_caches: Mapping) -> Cache:
         return bind(self.layout, kv_caches)
@@ -370,16 +390,16 @@ def fill_cache(
     ``values``: ``Normal()`` by default, whose content tells every layer and block apart, so that
     ``audit`` can say where a stray byte came from. ``fault`` switches one of the connector's
     historic defects on (``decodebench.FAULTS``). ``startup_fill``: everything is written before the
-    first request comes, then the engine zeroes new blocks where it does; groups lie over each
-    other, so only a constant (the default then) is found again in all of them. The report is the
-    step's; what a startup fill wrote is not in it.
+    first request comes, as far as it keeps (``startup_groups``; a constant is the default then),
+    then the engine zeroes new blocks where it does. The report is the step's; what a startup fill
+    wrote is not in it.
 
     Raises ``DecodebenchError`` subclasses that name group, layer and block before the first byte
     is written.
     """
     if fault is None:
         values = (Constant() if startup_fill else Normal()) if values is None else values
-        scheduler = ConnectorScheduler(cache.layout, startup_fill)
+        scheduler = ConnectorScheduler(cache.layout, startup_fill, values)
         worker = ConnectorWorker(cache.layout, values, startup_fill)
     else:
         from decodebench.faults import faulty_halves  # the one look ahead: faults override this room

@@ -294,10 +294,13 @@ def test_an_engines_tensors_work_like_a_cache_of_ours():
 @pytest.mark.parametrize(
     ("specs", "groups"),
     [
+        ([full()], {0}),
         ([full(), window()], {0, 1}),
-        ([full(), state()], {1}),  # the engine zeroes new attention blocks: filled per request
-        ([full(), ring()], {0}),  # rings are zeroed per request
-        ([latent(), state(), ring()], {1}),
+        ([full(), state()], set()),  # the engine zeroes new attention blocks, steps replace states
+        ([state()], set()),
+        ([full(), ring()], set()),  # rings are zeroed per request, and their blocks change hands
+        ([latent(), state(), ring()], set()),
+        ([full(), full(packed="fp8", state_content_bytes=24)], set()),
         ([full(), full(dtype="float8_e4m3fn", head_size=16)], set()),  # blocks change between precisions
     ],
 )
@@ -309,17 +312,24 @@ def test_what_a_startup_fill_covers(specs, groups):
         ConnectorWorker(layout, startup_fill=True),
     )
     assert scheduler.startup_filled == worker.startup_filled == groups
+    # noise differs from layer to layer: a block that changes hands brings another's
+    assert startup_groups(layout, NOISE) == (groups if len(specs) == 1 else set())
 
 
 def test_a_startup_fill_writes_once_and_leaves_the_rest_to_requests():
+    attention = small_layout([full(), window()], 8)
+    cache = apart(attention)
+    report = fill_cache(cache, on_tables(attention, (33, 0, [[1, 2, 3], [4, 5, 6]])), startup_fill=True)
+    assert report.block_ids == [(), ()]
+    for group in (0, 1):
+        assert states(cache, group, Constant())[0].tolist() == [UNTOUCHED] + [FILLED] * 7
     layout = small_layout([full(), state()], 8)
     cache = apart(layout)
     batch = on_tables(layout, (33, 0, [[1, 2, 3], [4]]))
     report = fill_cache(cache, batch, startup_fill=True)
-    assert report.block_ids == [(1, 2), ()]
-    # row 3 was handed out and zeroed by the engine: the step writes its token there
-    assert states(cache, 0, Constant())[0].tolist() == [UNTOUCHED, FILLED, FILLED, ZEROED] + [UNTOUCHED] * 4
-    assert states(cache, 1, Constant())[0].tolist() == [UNTOUCHED] + [FILLED] * 7
+    assert report.block_ids == [(1, 2), (4,)]
+    assert states(cache, 0, Constant())[0].tolist() == [UNTOUCHED, FILLED, FILLED] + [UNTOUCHED] * 5
+    assert states(cache, 1, Constant())[0].tolist() == [UNTOUCHED] * 4 + [FILLED] + [UNTOUCHED] * 3
 
 
 def test_the_engine_zeroes_what_the_pool_handed_out():

@@ -158,9 +158,9 @@ def audit(
         found = _written_rows(layout, states, origins, expected, touched)
         suspects = plan_suspects(layout, batch, found, _explains(layout)) if tally.findings else ()
         return tally.result(suspects or _byte_suspects(tally, states, None))
-    plan = plan_audit(layout, batch, report, admitted, startup_fill)
+    plan = plan_audit(layout, batch, report, admitted, startup_fill, values=values)
     _adopt_touched(tally, plan)
-    at_startup = startup_groups(layout) if startup_fill else frozenset()
+    at_startup = startup_groups(layout, values) if startup_fill else frozenset()
     told = _disagreements(layout, plan, report, by_fill, covered, touched, at_startup)
     return tally.result(plan.suspects or _byte_suspects(tally, states, report), told)
 

@@ -36,7 +36,7 @@ from decodebench.coverage.result import (
     place_of,
 )
 from decodebench.faults import FAULTS
-from decodebench.fill import FillReport, merge_rows
+from decodebench.fill import FillReport, Values, merge_rows
 from decodebench.layout import KVCacheConfig
 from decodebench.specs import DecodebenchError
 
@@ -48,13 +48,15 @@ def plan_audit(
     admitted: Batch | None = None,
     startup_fill: bool = False,
     required: Sequence[RequiredRows] | None = None,
+    values: Values | None = None,
 ) -> Audit:
     """Coverage from block ids alone.
 
     ``written``: what a fill reported, the scheduler half's metadata (which also tells who asked
     for a shared row), or rows per group. ``admitted``: the batch as it was filled, where
     ``batch`` is a later state of it: what the steps in between wrote counts as written.
-    ``startup_fill``: everything was written once before; only what is required is judged.
+    ``startup_fill``: ``values`` (default: a constant) were written once before, wherever they keep;
+    only what is required is judged.
     ``required``: what the step reads, where its own metadata tells; else what the specs say.
     """
     tally, groups = Tally(layout, batch, "plan"), range(len(layout.groups))
@@ -65,7 +67,7 @@ def plan_audit(
     table = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in groups]
     for group in groups:
         table[group][existing(ids[group], len(table[group]))] = True
-    at_startup = startup_groups(layout) if startup_fill else frozenset()
+    at_startup = startup_groups(layout, values) if startup_fill else frozenset()
     required = required_rows(layout, batch) if required is None else required
     steps, own = steps_between(layout, admitted, batch), written_rows(layout, batch)
     for rows in required:
