@@ -150,7 +150,7 @@ def audit(
         _drop_passed_on(layout, states, touched, owner, origins)
     for rows, layer, bad, hit in short:
         tally.find(rows.group, layer, rows.block_ids[hit], "clobbered", SHARED, rows.request)
-        for blocks, state, detail in _explained(origins, states, rows, layer, rows.block_ids[bad & ~hit]):
+        for blocks, state, detail in explained(origins, states, rows, layer, rows.block_ids[bad & ~hit]):
             tally.find(rows.group, layer, blocks, state, detail, rows.request)
     _find_touched(tally, origins, states, touched, owner)
     _find_padding(tally, seen, owner)
@@ -193,7 +193,7 @@ def _resident_states(
     return {group: inspect_rows(cache, group, resident).states.numpy() for group in groups}
 
 
-def _explained(
+def explained(
     origins: Origins, states: Sequence[np.ndarray], rows: RequiredRows, layer: int, ids: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str, str]]:
     """(blocks, state, detail) of required rows that are not covered."""

@@ -60,7 +60,7 @@ def read_study(path: str | Path = STORED) -> Study:
 
 def coverage(lengths=LENGTHS, settings=SETTINGS) -> list[dict]:
     """Audits of both connectors: one record a model, setting, connector and group."""
-    from decodebench.vllm.live import audit
+    from decodebench.vllm.audit_files import audit
 
     records = []
     for setting, (tokens, arguments, models) in settings.items():
