@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decodebench.blocks import NULL_BLOCK, OWN_ROWS, Batch, RequestBlocks
-from decodebench.connector import describe
-from decodebench.layout import KVCacheConfig
-from decodebench.specs import CircularBufferSpec, CrossAttentionSpec, DecodebenchError, MambaSpec
+from decodebench.cache.connector import describe
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK, Batch, RequestBlocks
 
 
 class CoverageError(DecodebenchError):
@@ -34,7 +34,7 @@ class RequiredRows:
     shared: np.ndarray
 
 
-def required_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
+def required_rows(layout: Layout, batch: Batch) -> list[RequiredRows]:
     """Required rows of every request and group; layers of one group that read alike share an entry.
 
     Raises ``CoverageError`` where a table has no block at a position that the step reads.
@@ -48,7 +48,7 @@ def required_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
 
 
 def _required_in_group(
-    layout: KVCacheConfig, blocks: RequestBlocks, request: int, group: int
+    layout: Layout, blocks: RequestBlocks, request: int, group: int
 ) -> Iterator[RequiredRows]:
     if blocks.num_tokens == 1:
         return  # the step computes the first token: whatever it reads, it writes itself
@@ -70,7 +70,7 @@ def _required_in_group(
         )
 
 
-def kept_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
+def kept_rows(layout: Layout, batch: Batch) -> list[RequiredRows]:
     """Rows of a fill that the next step does not read, but a later prefix hit on the same tokens would.
 
     The state that a running state was copied from, where prefix caching keeps it.
@@ -78,13 +78,10 @@ def kept_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
     kept = []
     for request, blocks in enumerate(batch.requests):
         for group, spec in enumerate(layout.groups):
-            if blocks.num_tokens == 1 or not isinstance(spec.kv_cache_spec, MambaSpec):
-                continue
             per_block, table = layout.tokens_per_block(group), blocks.block_ids[group]
-            read = blocks.required_blocks(spec.kv_cache_spec, group, per_block)
-            held = spec.kv_cache_spec.held_blocks(blocks.num_tokens, per_block, len(table))
-            first = max(held.start, hit_blocks(layout, blocks, group))
-            positions = [p for p in range(first, read.start) if table[p] != NULL_BLOCK]
+            wanted = spec.kv_cache_spec.blocks_for_later_hits(blocks.num_tokens, per_block, len(table))
+            hit = hit_blocks(layout, blocks, group)
+            positions = [p for p in wanted if p >= hit and table[p] != NULL_BLOCK]
             if positions:
                 where, ids = np.asarray(positions), np.asarray([table[p] for p in positions])
                 layers = tuple(range(len(spec.layer_names)))
@@ -92,14 +89,14 @@ def kept_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
     return kept
 
 
-def hit_blocks(layout: KVCacheConfig, blocks: RequestBlocks, group: int) -> int:
+def hit_blocks(layout: Layout, blocks: RequestBlocks, group: int) -> int:
     """Whole blocks at the start of a request's table that its prefix hit brought."""
-    if isinstance(layout.groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
+    if layout.groups[group].kv_cache_spec.filled_whole:
         return 0
     return blocks.num_computed // layout.tokens_per_block(group)
 
 
-def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+def holding_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
     """Per group: bool [num_blocks], rows that hold something of what the requests stand in for.
 
     More than what decode reads where a window layer is allocated as full attention, or where a
@@ -108,12 +105,12 @@ def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
     return _rows_held(layout, batch, hits=True)
 
 
-def written_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+def written_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
     """Per group: bool [num_blocks], rows that this batch's own fill writes: all of those but prefix hits."""
     return _rows_held(layout, batch, hits=False)
 
 
-def _rows_held(layout: KVCacheConfig, batch: Batch, hits: bool) -> list[np.ndarray]:
+def _rows_held(layout: Layout, batch: Batch, hits: bool) -> list[np.ndarray]:
     held = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     for blocks in batch.requests:
         for group, spec in enumerate(layout.groups):
@@ -125,7 +122,7 @@ def _rows_held(layout: KVCacheConfig, batch: Batch, hits: bool) -> list[np.ndarr
     return held
 
 
-def owners(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+def owners(layout: Layout, batch: Batch) -> list[np.ndarray]:
     """Per pool: block id → the group that owns it in this batch, -1 where none does."""
     owner = [np.full(n, -1, dtype=np.int64) for n in layout.pool_num_blocks]
     for group, spec in enumerate(layout.groups):
@@ -153,22 +150,18 @@ class Steps:
     written: list[np.ndarray]
     left: list[np.ndarray]
 
-    def only_steps(self, layout: KVCacheConfig, rows: RequiredRows, now: RequestBlocks) -> np.ndarray:
+    def only_steps(self, layout: Layout, rows: RequiredRows, now: RequestBlocks) -> np.ndarray:
         """bool [rows]: rows in which everything was written by steps, and nothing by the fill."""
         before = self.before.get(now.request_id)
         spec = layout.groups[rows.group].kv_cache_spec
-        if (
-            before is None
-            or before.num_tokens == now.num_tokens
-            or isinstance(spec, CircularBufferSpec | CrossAttentionSpec)
-        ):
+        if before is None or before.num_tokens == now.num_tokens or spec.filled_whole:
             return np.zeros(len(rows.block_ids), dtype=bool)
-        if isinstance(spec, MambaSpec):
+        if spec.holds_state:
             return np.ones(len(rows.block_ids), dtype=bool)
         return rows.positions * layout.tokens_per_block(rows.group) >= before.num_tokens - 1
 
 
-def steps_between(layout: KVCacheConfig, admitted: Batch | None, now: Batch) -> Steps:
+def steps_between(layout: Layout, admitted: Batch | None, now: Batch) -> Steps:
     """``admitted`` is the batch as it was filled; without it no step was run."""
     written = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     if admitted is None:
@@ -180,9 +173,9 @@ def steps_between(layout: KVCacheConfig, admitted: Batch | None, now: Batch) -> 
             continue
         for group, spec in enumerate(layout.groups):
             table = np.asarray(blocks.block_ids[group], dtype=np.int64)
-            if isinstance(spec.kv_cache_spec, CrossAttentionSpec):
+            if not spec.kv_cache_spec.written_by_steps:
                 continue
-            if not isinstance(spec.kv_cache_spec, OWN_ROWS):
+            if not spec.kv_cache_spec.own_blocks:
                 table = table[(old.num_tokens - 1) // layout.tokens_per_block(group) :]
             written[group][existing(table, len(written[group]))] = True
     left = [(then >= 0) & (today < 0) for then, today in zip(owners(layout, admitted), owners(layout, now))]

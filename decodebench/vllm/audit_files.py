@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decodebench.coverage.result import STATES, Audit, Finding
-from decodebench.layout import KVCacheConfig
-from decodebench.specs import DecodebenchError
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
 
 if TYPE_CHECKING:
     import pandas
@@ -66,7 +66,7 @@ class AuditedLayout:
 # -- writing -------------------------------------------------------------------------------------
 
 
-def header(layout: KVCacheConfig, numbers: Sequence[int], source: str, rank: int, connector: str) -> str:
+def header(layout: Layout, numbers: Sequence[int], source: str, rank: int, connector: str) -> str:
     """The first line of a worker's file."""
     groups = [
         {

@@ -16,12 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from decodebench.blocks import NULL_BLOCK, Batch
-from decodebench.cache import POISON, Cache, bind
-from decodebench.connector import startup_groups
+from decodebench.cache.bind import bind
+from decodebench.cache.connector import startup_groups
+from decodebench.cache.readback import WRONG, inspect_rows
+from decodebench.cache.tensors import POISON, Cache
+from decodebench.cache.values import Values
+from decodebench.coverage.from_bytes import explained, states_of_fill, states_of_hit
+from decodebench.coverage.from_plan import plan_audit, plan_suspects, rows_of
 from decodebench.coverage.origins import Origins
-from decodebench.coverage.pages import explained, states_of_fill, states_of_hit
-from decodebench.coverage.plan import plan_audit, plan_suspects, rows_of
 from decodebench.coverage.required import RequiredRows, kept_rows, written_rows
 from decodebench.coverage.result import (
     FOR_LATER_HITS,
@@ -33,9 +35,9 @@ from decodebench.coverage.result import (
     Tally,
     place_of,
 )
-from decodebench.fill import WRONG, Values, inspect_rows
-from decodebench.layout import KVCacheConfig
-from decodebench.specs import AttentionSpec, DecodebenchError
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK, Batch
 from decodebench.vllm.audit_files import audit_path, header, record
 from decodebench.vllm.options import Options
 from decodebench.vllm.step_reads import step_reads
@@ -53,7 +55,7 @@ class StepAuditor:
 
     def __init__(
         self,
-        layout: KVCacheConfig,
+        layout: Layout,
         values: Values,
         options: Options,
         path: Path,
@@ -87,7 +89,7 @@ class StepAuditor:
         """The engine's tensors, before anything was filled."""
         for name, tensor in kv_caches.items():
             spec = self.layout.layer_specs.get(name)
-            if isinstance(tensor, torch.Tensor) and isinstance(spec, AttentionSpec):
+            if isinstance(tensor, torch.Tensor) and spec is not None and not spec.holds_state:
                 blocks = self.layout.num_blocks_of(self.layout.group_of[name])
                 self.kernel_blocks[name] = max(1, _rows(tensor) // blocks)
         if self.options.audit == "bytes":
@@ -293,9 +295,7 @@ def _rows(tensor: torch.Tensor) -> int:
     return tensor.shape[1] if tensor.ndim > 1 and tensor.shape[0] == 2 < tensor.shape[1] else tensor.shape[0]
 
 
-def _blocks(
-    layout: KVCacheConfig, rows: Iterable[tuple[RequiredRows, np.ndarray | slice]]
-) -> dict[str, np.ndarray]:
+def _blocks(layout: Layout, rows: Iterable[tuple[RequiredRows, np.ndarray | slice]]) -> dict[str, np.ndarray]:
     """Layer → sorted blocks of some rows."""
     found: dict[str, set[int]] = {}
     for some, which in rows:

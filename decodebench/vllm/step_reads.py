@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decodebench.blocks import NULL_BLOCK, Batch
-from decodebench.connector import describe
+from decodebench.cache.connector import describe
 from decodebench.coverage.required import RequiredRows, hit_blocks, required_rows
-from decodebench.layout import KVCacheConfig
-from decodebench.specs import FullAttentionSpec, KVCacheSpec, MambaSpec
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK, Batch
+from decodebench.models.specs import KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepReads:
 
 
 def step_reads(
-    layout: KVCacheConfig,
+    layout: Layout,
     batch: Batch,
     attn_metadata: object,
     layers: Mapping[str, object] | None = None,
@@ -120,7 +120,7 @@ def _by_layer(required: Sequence[RequiredRows]) -> dict[tuple[int, int, int], Re
     }
 
 
-def _owner(layout: KVCacheConfig, batch: Batch, group: int) -> dict[int, int]:
+def _owner(layout: Layout, batch: Batch, group: int) -> dict[int, int]:
     """Block → the request that alone writes it, behind its prefix hit."""
     owner: dict[int, int] = {}
     twice = set()
@@ -160,10 +160,10 @@ def _some(ids: set[int]) -> str:
 
 
 def _sequences(
-    layout: KVCacheConfig, group: int, spec: KVCacheSpec, metadata: object, module: object, ratio: int
+    layout: Layout, group: int, spec: KVCacheSpec, metadata: object, module: object, ratio: int
 ) -> list[Reading] | None:
     """A layer's sequences in the order of the batch; None where its metadata does not tell."""
-    if isinstance(spec, MambaSpec):
+    if spec.holds_state:
         return _states(metadata)
     tables = list(_tables(metadata))
     if not tables:
@@ -275,7 +275,7 @@ def _own_window(spec: KVCacheSpec, module: object) -> int | None:
 def _lost_its_window(spec: KVCacheSpec, module: object) -> bool:
     """A window layer in a group that the engine describes as full attention: its spec lost the window."""
     return (
-        isinstance(spec, FullAttentionSpec)
-        and spec.sliding_window is None
+        spec.keeps_all
+        and getattr(spec, "sliding_window", None) is None
         and _own_window(spec, module) is not None
     )

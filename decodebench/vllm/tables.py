@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from decodebench.blocks import Request, RequestBlocks
+from decodebench.layout.pool import Request, RequestBlocks
 
 
 class LiveTables:
