@@ -124,6 +124,8 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context, **kwargs: Any) -> None:
         meta = self._get_connector_metadata().of_groups(self._kept)
         if not meta.fill.requests:
+            if self._auditor is not None:
+                self._auditor.later_step(forward_context, kwargs.get("attn_metadata"))
             return
         if self._auditor is not None:
             self._auditor.before_fill(meta, forward_context, kwargs.get("attn_metadata"))

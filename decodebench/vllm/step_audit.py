@@ -40,7 +40,10 @@ from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK, Batch
 from decodebench.vllm.audit_files import audit_path, header, record
 from decodebench.vllm.options import Options
-from decodebench.vllm.step_reads import step_reads
+from decodebench.vllm.step_reads import opened_blocks, step_reads
+
+#: what lies behind a sequence in its last block
+NOT_FINITE = "numbers behind the sequence are not finite: kernels that read whole tiles decode NaN"
 
 
 class AuditFailed(DecodebenchError):
@@ -132,17 +135,36 @@ class StepAuditor:
         else:
             audit = self._by_bytes(meta, fill)
         self.step += 1
+        self._write(audit, report, getattr(meta, "counters", {}))
+        return audit
+
+    def _write(self, audit: Audit, report, counters: Mapping[str, int]) -> None:
         facts = {
             "step": self.step,
             "fill_seconds": report.seconds if report else None,
             "fill_bytes": report.bytes_written if report else None,
-            "counters": getattr(meta, "counters", {}),
+            "counters": counters,
         }
         with self.path.open("a") as file:
             file.write(record(audit, facts) + "\n")
         if self.options.strict and not audit.ok:
             raise AuditFailed(audit.verdict)
-        return audit
+
+    def later_step(self, forward_context=None, attn_metadata=None) -> None:
+        """A step that fills nothing: blocks that its tokens open must hold finite numbers.
+
+        Written down only where they do not. The engine calls this behind the step.
+        """
+        metadata = attn_metadata or getattr(forward_context, "attn_metadata", None)
+        if self.cache is None or not metadata:
+            return
+        tally = Tally(self.layout, Batch(self.layout, ()), "bytes")
+        for (group, layer), blocks in opened_blocks(self.layout, metadata, self.kernel_blocks).items():
+            name = self.layout.groups[group].layer_names[layer]
+            if not any(part.zeros_only for part in self.cache.parts(name)):
+                tally.find(group, layer, self._not_finite(name, blocks), "wrong", NOT_FINITE)
+        if tally.findings:
+            self._write(tally.result(), None, {})
 
     def _with_reads(self, audit: Audit) -> Audit:
         return replace(
@@ -206,6 +228,7 @@ class StepAuditor:
                 for state, which in (("uncovered", found != WRONG), ("wrong", found == WRONG)):
                     blocks = rows.block_ids[bad & which]
                     tally.find(rows.group, layer, blocks, state, FOR_LATER_HITS, rows.request)
+        self._find_behind(tally)
         origins = Origins.of(self.cache, self.values, wrong)
         for rows, layer, ids in short:
             for blocks, state, detail in explained(origins, states, rows, layer, ids):
@@ -214,6 +237,37 @@ class StepAuditor:
         if tally.findings and fill is not None:
             suspects = plan_suspects(layout, self.batch, rows_of(layout, fill))
         return tally.result(suspects, self.reads.disagreements, self.reads.unseen)
+
+    def _find_behind(self, tally: Tally) -> None:
+        """Numbers behind a sequence, in the block that the step writes its token to, that are not finite.
+
+        The step does not read them, but kernels that work on whole tiles weight them with zero, and
+        zero times NaN is NaN.
+        """
+        layout = self.layout
+        required = {
+            (rows.request, rows.group, layer): set(rows.block_ids.tolist())
+            for rows in self.reads.rows
+            for layer in rows.layers
+        }
+        for (request, group, layer), written in self.reads.writes.items():
+            spec, name = layout.groups[group].layer_specs[layer], layout.groups[group].layer_names[layer]
+            blocks = sorted(written - required.get((request, group, layer), set()))
+            if spec.holds_state or not blocks or any(part.zeros_only for part in self.cache.parts(name)):
+                continue
+            tally.find(group, layer, self._not_finite(name, blocks), "wrong", NOT_FINITE, request)
+
+    def _not_finite(self, layer: str, blocks: list[int]) -> list[int]:
+        """Those of some blocks in which a number of this layer is infinite or NaN."""
+        bad = np.zeros(len(blocks), dtype=bool)
+        for part in range(len(self.cache.parts(layer))):
+            numbers = self.cache.flat(layer, part)
+            if numbers.element_size() == 1:  # fp8: not every build indexes or compares it
+                numbers = numbers.view(torch.uint8)[blocks].view(numbers.dtype)
+            else:
+                numbers = numbers[blocks]
+            bad |= ~numbers.to(torch.float32).isfinite().all(1).cpu().numpy()
+        return [block for block, is_bad in zip(blocks, bad) if is_bad]
 
     def _clear_padding(self) -> None:
         """Zero what is left of the poison between and behind the parts of pages, as vLLM allocates them.

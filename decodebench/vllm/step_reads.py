@@ -32,11 +32,13 @@ class Reading:
 class StepReads:
     """Rows that the step reads for the requests of a batch, as ``required_rows`` gives the plan's.
 
+    ``writes``: blocks of (request, group, layer) that the step's own tokens go to.
     ``disagreements``: where they are not the plan's. ``unseen``: layers whose metadata does not
     tell; their rows are the plan's.
     """
 
     rows: tuple[RequiredRows, ...]
+    writes: Mapping[tuple[int, int, int], frozenset[int]]
     disagreements: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
 
@@ -57,7 +59,7 @@ def step_reads(
     parts = attn_metadata if isinstance(attn_metadata, list | tuple) else [attn_metadata]
     parts = [part for part in parts if part]
     planned = _by_layer(required_rows(layout, batch))
-    rows, told, unseen = [], {}, {}
+    rows, writes, told, unseen = [], {}, {}, {}
     readings: dict[tuple, list[Reading] | None] = {}  # layers of a group share their metadata
     for group, spec in enumerate(layout.groups):
         owner = _owner(layout, batch, group)
@@ -74,7 +76,8 @@ def step_reads(
                 unseen.setdefault(f"{describe(layout, group)} ({what})", []).append(name)
                 rows += [r for (_, g, j), r in planned.items() if (g, j) == (group, layer)]
                 continue
-            seen = _seen(sequences, owner)
+            seen, written = _seen(sequences, owner)
+            writes |= {(request, group, layer): frozenset(ids) for request, ids in written.items()}
             for request, blocks in enumerate(batch.requests):
                 plan = planned.get((request, group, layer))
                 plan_ids = set() if plan is None else set(plan.block_ids.tolist())
@@ -96,6 +99,7 @@ def step_reads(
                     rows.append(_rows(layout, blocks, request, group, layer, ids))
     return StepReads(
         tuple(rows),
+        writes,
         tuple(
             f"plan and step disagree: request {batch.requests[request].request_id!r}, "
             f"{describe(layout, group)}, {len(names)} layer{'s' * (len(names) > 1)} from {names[0]!r}: {what}"
@@ -107,6 +111,29 @@ def step_reads(
             for where, names in unseen.items()
         ),
     )
+
+
+def opened_blocks(
+    layout: Layout, attn_metadata: object, kernel_blocks: Mapping[str, int] | None = None
+) -> dict[tuple[int, int], list[int]]:
+    """(group, layer) → blocks of attention that begin with a token which the step computes."""
+    parts = attn_metadata if isinstance(attn_metadata, list | tuple) else [attn_metadata]
+    opened: dict[tuple[int, int], list[int]] = {}
+    known: dict[tuple, list[int]] = {}
+    for group, spec in enumerate(layout.groups):
+        for layer, (name, layer_spec) in enumerate(zip(spec.layer_names, spec.layer_specs)):
+            if layer_spec.holds_state or not layer_spec.written_by_steps:
+                continue
+            for metadata in (part[name] for part in parts if part and name in part):
+                key = (group, id(metadata), layer_spec)
+                if key not in known:
+                    ratio = (kernel_blocks or {}).get(name, 1)
+                    readings = _sequences(layout, group, layer_spec, metadata, None, ratio) or []
+                    behind = (set(r.written.tolist()) - set(r.read.tolist()) for r in readings)
+                    known[key] = sorted(set().union(*behind))
+                if known[key]:
+                    opened.setdefault((group, layer), []).extend(known[key])
+    return opened
 
 
 def _by_layer(required: Sequence[RequiredRows]) -> dict[tuple[int, int, int], RequiredRows]:
@@ -131,16 +158,20 @@ def _owner(layout: Layout, batch: Batch, group: int) -> dict[int, int]:
     return {block: request for block, request in owner.items() if block not in twice}
 
 
-def _seen(sequences: Sequence[list[Reading]], owner: Mapping[int, int]) -> dict[int, set[int]]:
-    """Request → blocks that its sequences read."""
+def _seen(
+    sequences: Sequence[list[Reading]], owner: Mapping[int, int]
+) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+    """(request → blocks that its sequences read, request → blocks that they write)."""
     seen: dict[int, set[int]] = {}
+    written: dict[int, set[int]] = {}
     for sequence in (one for part in sequences for one in part):
         # the block that it writes is its own; where it writes none, one that it reads may be
         blocks = (*sequence.written.tolist(), *sequence.read[::-1].tolist())
         request = next((owner[block] for block in blocks if block in owner), None)
         if request is not None:
             seen.setdefault(request, set()).update(sequence.read.tolist())
-    return seen
+            written.setdefault(request, set()).update(sequence.written.tolist())
+    return seen, written
 
 
 def _rows(layout, blocks, request: int, group: int, layer: int, ids: set[int]) -> RequiredRows:
