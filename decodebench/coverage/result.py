@@ -170,6 +170,10 @@ class Audit:
             )
         elif not bad:
             line += "; nothing else touched"
+        for detail in (FOR_LATER_HITS, NOT_FINITE):
+            beside = sum(f.pages(self.layout) for f in self.findings if f.detail == detail)
+            if beside:
+                line += f"; {beside:,} row{'s' * (beside != 1)} beside them: {detail}"
         if self.suspects:
             line += f". Looks like {' or '.join(f'{s} {FAULTS[s].name}' for s in self.suspects)}"
         for told, what in ((self.disagreements, "disagreements"), (self.unseen, "things unseen")):
@@ -249,6 +253,9 @@ NOTHING_TO_HOLD = "holds nothing to stand in for: the step writes it itself"
 
 #: a row that a fill left out, or filled wrongly, and that no step reads yet
 FOR_LATER_HITS = "the state that the running one was copied from: later prefix hits read it"
+
+#: what a kernel that reads whole tiles finds behind a sequence, in the block that its token opens
+NOT_FINITE = "numbers behind the sequence are not finite: kernels that read whole tiles decode NaN"
 
 #: a row that a prefix hit brought, and that this batch's fill had to leave alone
 SHARED = "a prefix hit's shared block"

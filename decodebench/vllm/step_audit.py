@@ -27,6 +27,7 @@ from decodebench.coverage.origins import Origins
 from decodebench.coverage.required import RequiredRows, kept_rows, written_rows
 from decodebench.coverage.result import (
     FOR_LATER_HITS,
+    NOT_FINITE,
     NOTHING_TO_HOLD,
     SHARED,
     UNCOVERED_ROW,
@@ -41,9 +42,6 @@ from decodebench.layout.pool import NULL_BLOCK, Batch
 from decodebench.vllm.audit_files import audit_path, header, record
 from decodebench.vllm.options import Options
 from decodebench.vllm.step_reads import opened_blocks, step_reads
-
-#: what lies behind a sequence in its last block
-NOT_FINITE = "numbers behind the sequence are not finite: kernels that read whole tiles decode NaN"
 
 
 class AuditFailed(DecodebenchError):
@@ -105,7 +103,7 @@ class StepAuditor:
         """
         metadata = attn_metadata or getattr(forward_context, "attn_metadata", None)
         layers = getattr(forward_context, "no_compile_layers", None)
-        self.batch = Batch(self.layout, meta.admitted)
+        self.batch, self._metadata = Batch(self.layout, meta.admitted), metadata
         self.reads = step_reads(self.layout, self.batch, metadata, layers, self.kernel_blocks)
         if self.cache is None:
             return
@@ -159,10 +157,7 @@ class StepAuditor:
         if self.cache is None or not metadata:
             return
         tally = Tally(self.layout, Batch(self.layout, ()), "bytes")
-        for (group, layer), blocks in opened_blocks(self.layout, metadata, self.kernel_blocks).items():
-            name = self.layout.groups[group].layer_names[layer]
-            if not any(part.zeros_only for part in self.cache.parts(name)):
-                tally.find(group, layer, self._not_finite(name, blocks), "wrong", NOT_FINITE)
+        self._find_behind(tally, metadata)
         if tally.findings:
             self._write(tally.result(), None, {})
 
@@ -228,7 +223,7 @@ class StepAuditor:
                 for state, which in (("uncovered", found != WRONG), ("wrong", found == WRONG)):
                     blocks = rows.block_ids[bad & which]
                     tally.find(rows.group, layer, blocks, state, FOR_LATER_HITS, rows.request)
-        self._find_behind(tally)
+        self._find_behind(tally, self._metadata)
         origins = Origins.of(self.cache, self.values, wrong)
         for rows, layer, ids in short:
             for blocks, state, detail in explained(origins, states, rows, layer, ids):
@@ -238,24 +233,16 @@ class StepAuditor:
             suspects = plan_suspects(layout, self.batch, rows_of(layout, fill))
         return tally.result(suspects, self.reads.disagreements, self.reads.unseen)
 
-    def _find_behind(self, tally: Tally) -> None:
-        """Numbers behind a sequence, in the block that the step writes its token to, that are not finite.
+    def _find_behind(self, tally: Tally, metadata) -> None:
+        """Blocks that the step's tokens open, of any request, in which a number is not finite.
 
-        The step does not read them, but kernels that work on whole tiles weight them with zero, and
-        zero times NaN is NaN.
+        The step reads none of them, but kernels that work on whole tiles weight what lies behind a
+        sequence with zero, and zero times NaN is NaN.
         """
-        layout = self.layout
-        required = {
-            (rows.request, rows.group, layer): set(rows.block_ids.tolist())
-            for rows in self.reads.rows
-            for layer in rows.layers
-        }
-        for (request, group, layer), written in self.reads.writes.items():
-            spec, name = layout.groups[group].layer_specs[layer], layout.groups[group].layer_names[layer]
-            blocks = sorted(written - required.get((request, group, layer), set()))
-            if spec.holds_state or not blocks or any(part.zeros_only for part in self.cache.parts(name)):
-                continue
-            tally.find(group, layer, self._not_finite(name, blocks), "wrong", NOT_FINITE, request)
+        for (group, layer), blocks in opened_blocks(self.layout, metadata, self.kernel_blocks).items():
+            name = self.layout.groups[group].layer_names[layer]
+            if not any(part.zeros_only for part in self.cache.parts(name)):
+                tally.find(group, layer, self._not_finite(name, blocks), "wrong", NOT_FINITE)
 
     def _not_finite(self, layer: str, blocks: list[int]) -> list[int]:
         """Those of some blocks in which a number of this layer is infinite or NaN."""

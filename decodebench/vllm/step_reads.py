@@ -31,14 +31,11 @@ class Reading:
 @dataclass(frozen=True)
 class StepReads:
     """Rows that the step reads for the requests of a batch, as ``required_rows`` gives the plan's.
-
-    ``writes``: blocks of (request, group, layer) that the step's own tokens go to.
     ``disagreements``: where they are not the plan's. ``unseen``: layers whose metadata does not
     tell; their rows are the plan's.
     """
 
     rows: tuple[RequiredRows, ...]
-    writes: Mapping[tuple[int, int, int], frozenset[int]]
     disagreements: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
 
@@ -59,7 +56,7 @@ def step_reads(
     parts = attn_metadata if isinstance(attn_metadata, list | tuple) else [attn_metadata]
     parts = [part for part in parts if part]
     planned = _by_layer(required_rows(layout, batch))
-    rows, writes, told, unseen = [], {}, {}, {}
+    rows, told, unseen = [], {}, {}
     readings: dict[tuple, list[Reading] | None] = {}  # layers of a group share their metadata
     for group, spec in enumerate(layout.groups):
         owner = _owner(layout, batch, group)
@@ -76,8 +73,7 @@ def step_reads(
                 unseen.setdefault(f"{describe(layout, group)} ({what})", []).append(name)
                 rows += [r for (_, g, j), r in planned.items() if (g, j) == (group, layer)]
                 continue
-            seen, written = _seen(sequences, owner)
-            writes |= {(request, group, layer): frozenset(ids) for request, ids in written.items()}
+            seen = _seen(sequences, owner)
             for request, blocks in enumerate(batch.requests):
                 plan = planned.get((request, group, layer))
                 plan_ids = set() if plan is None else set(plan.block_ids.tolist())
@@ -99,7 +95,6 @@ def step_reads(
                     rows.append(_rows(layout, blocks, request, group, layer, ids))
     return StepReads(
         tuple(rows),
-        writes,
         tuple(
             f"plan and step disagree: request {batch.requests[request].request_id!r}, "
             f"{describe(layout, group)}, {len(names)} layer{'s' * (len(names) > 1)} from {names[0]!r}: {what}"
@@ -158,20 +153,16 @@ def _owner(layout: Layout, batch: Batch, group: int) -> dict[int, int]:
     return {block: request for block, request in owner.items() if block not in twice}
 
 
-def _seen(
-    sequences: Sequence[list[Reading]], owner: Mapping[int, int]
-) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-    """(request → blocks that its sequences read, request → blocks that they write)."""
+def _seen(sequences: Sequence[list[Reading]], owner: Mapping[int, int]) -> dict[int, set[int]]:
+    """Request → blocks that its sequences read."""
     seen: dict[int, set[int]] = {}
-    written: dict[int, set[int]] = {}
     for sequence in (one for part in sequences for one in part):
         # the block that it writes is its own; where it writes none, one that it reads may be
         blocks = (*sequence.written.tolist(), *sequence.read[::-1].tolist())
         request = next((owner[block] for block in blocks if block in owner), None)
         if request is not None:
             seen.setdefault(request, set()).update(sequence.read.tolist())
-            written.setdefault(request, set()).update(sequence.written.tolist())
-    return seen, written
+    return seen
 
 
 def _rows(layout, blocks, request: int, group: int, layer: int, ids: set[int]) -> RequiredRows:
