@@ -225,21 +225,30 @@ def _query_heads(layout: Layout, layer: str) -> int | None:
 
 
 def _state_layer(cache, batch, work, spec, backend, table, random) -> LayerStep:
-    """A state layer; its row is the state that the step starts from (``spec.required_blocks``)."""
+    """A state layer; the row that ``spec.required_blocks`` names is read and updated in place.
+
+    Where the token opens a block, a fill stands in for the engine's copy of the state before it;
+    where a prefix hit brought that state, it is copied here as the engine would.
+    """
     views = cache.view(work.layer)
     parts = views if isinstance(views, dict) else {spec.parts()[0].name: views}
-    ids = []
+    ids, brought = [], []
     for blocks in batch.requests:
         row, tokens = blocks.block_ids[work.group], cache.layout.tokens_per_block(work.group)
-        required = spec.required_blocks(blocks.request.num_tokens, tokens, len(row))
-        at = required.start if required else 0  # a first token starts from a fresh state
-        if at >= len(row) or row[at] == NULL_BLOCK:
-            raise DecodeError(
-                f"request {blocks.request.request_id!r}, group {work.group} ({work.layer}): no state at "
-                f"position {at} of its block table"
-            )
-        ids.append(row[at])
+        running = spec.required_blocks(blocks.num_tokens, tokens, len(row))
+        before = blocks.required_blocks(spec, work.group, tokens)
+        for required, places in ((running, ids), (before, brought)):
+            at = required.start if required else 0  # a first token starts from a fresh state
+            if at >= len(row) or row[at] == NULL_BLOCK:
+                raise DecodeError(
+                    f"request {blocks.request_id!r}, group {work.group} ({work.layer}): no state at "
+                    f"position {at} of its block table"
+                )
+            places.append(row[at])
     rows = torch.tensor(ids, dtype=torch.int64, device=cache.device)
+    if brought != ids:
+        for part in map(_bits, parts.values()):
+            part[rows] = part[torch.tensor(brought, device=cache.device)]
     inputs = reference.state_inputs(work.kind, parts, len(ids), random, cache.device)
     fallback = backend.can_update(work.kind, parts)
     runner = torch_ops if fallback else backend

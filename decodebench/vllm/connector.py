@@ -19,9 +19,10 @@ from vllm.logger import init_logger
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
 from decodebench.layout.pool import RequestBlocks
 from decodebench.vllm.launch import request_amx
-from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
 from decodebench.vllm.options import Options, check_version, parse
 from decodebench.vllm.stats import DecodeBenchStats
+from decodebench.vllm.step_audit import StepAuditor
+from decodebench.vllm.tables import LiveTables, tables_of
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 
 logger = init_logger(__name__)
@@ -56,7 +57,8 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         self._auditor: StepAuditor | None = None
         self._stats = DecodeBenchStats()
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = ConnectorScheduler(self.layout, startup_fill=self.options.startup_fill)
+            startup, values = self.options.startup_fill, self.options.values
+            self.scheduler = ConnectorScheduler(self.layout, startup_fill=startup, values=values)
             self._preemptions: dict[str, int] = {}
             self._tables = LiveTables()
         else:
@@ -65,7 +67,9 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
             values = self.options.values
             self.worker = ConnectorWorker(self.layout, values, startup_fill=self.options.startup_fill)
             if self.options.audit != "off":
-                self._auditor = StepAuditor.for_engine(self.layout, values, self.options, vllm_config, rank())
+                self._auditor = StepAuditor.for_engine(
+                    self.layout, values, self.options, vllm_config, rank(), self._kept
+                )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -120,9 +124,11 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context, **kwargs: Any) -> None:
         meta = self._get_connector_metadata().of_groups(self._kept)
         if not meta.fill.requests:
+            if self._auditor is not None:
+                self._auditor.later_step(forward_context, kwargs.get("attn_metadata"))
             return
         if self._auditor is not None:
-            self._auditor.before_fill(meta)
+            self._auditor.before_fill(meta, forward_context, kwargs.get("attn_metadata"))
         report = self.worker.start_load_kv(meta.fill)
         self._stats.record_fill(report, len(meta.fill.requests))
         if self._auditor is not None:

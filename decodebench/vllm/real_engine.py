@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from decodebench.measure.provenance import provenance
 from decodebench.shipped import shipped
+from decodebench.vllm.audit_files import audit
 from decodebench.vllm.launch import TINY, engine, generate, kernel_blocks, prepare_process, prompts
-from decodebench.vllm.live import audit
 from decodebench.vllm.measure import measure_decode
 
 if TYPE_CHECKING:

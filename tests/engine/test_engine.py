@@ -180,8 +180,9 @@ def test_startup_fill_where_the_engine_zeroes_new_blocks(run):
 
 
 def test_a_connector_that_forgets_a_group_is_seen_and_strict_stops_the_engine(run, monkeypatch):
-    from decodebench.cache.connector import ConnectorWorker
     from decodebench.vllm.live import AuditFailed
+
+    from decodebench.cache.connector import ConnectorWorker
 
     write = ConnectorWorker.write
     monkeypatch.setattr(ConnectorWorker, "write", lambda self, rows: write(self, [(), *rows[1:]]))
