@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
+from math import prod
 from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
@@ -20,19 +21,11 @@ from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, formats
 from decodebench.forecast.weights import depth_of, fields_of, weights, width_of
-from decodebench.layout.reads import visible
-from decodebench.models.layers import AttentionLayer, LatentLayer, StateLayer
+from decodebench.models.layers import Layer
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions
-from decodebench.models.specs import (
-    AttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    cdiv,
-)
+from decodebench.models.specs import KVCacheSpec, cdiv
 from decodebench.words import bytes_text, columns, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -538,7 +531,7 @@ class Prepared:
         for reading in self.readings:
             moved = work = 0.0
             for length, count in lengths.items():
-                if isinstance(reading.spec, MambaSpec):
+                if reading.spec.holds_state:
                     moved += 2 * count * reading.spec.unpadded_page_size_bytes
                     work += count * positions * reading.state_operations
                     continue
@@ -556,7 +549,7 @@ class Prepared:
         """Attention of prompt tokens to what came before them; the prompts' own cache is written."""
         work = moved = 0.0
         for reading in self.readings:
-            if isinstance(reading.spec, MambaSpec):
+            if reading.spec.holds_state:
                 work += tokens * reading.state_operations * reading.layers
                 continue
             length = int(context + tokens / 2) + 1
@@ -575,10 +568,10 @@ class Prepared:
         total = 0.0
         for reading in self.readings:
             for length, count in lengths.items():
-                if isinstance(reading.spec, MambaSpec):
+                if reading.spec.holds_state:
                     total += count * reading.layers * reading.spec.unpadded_page_size_bytes
                 else:
-                    start, stop = visible(reading.spec, length)
+                    start, stop = reading.spec.visible(length)
                     entries = cdiv(stop - start, reading.spec.tokens_per_state)
                     total += (
                         count
@@ -682,25 +675,25 @@ def readings(
     return tuple(together.values())
 
 
-def one_reading(layer, spec: KVCacheSpec, top_k: int | None, ranks: int) -> Reading:
+def one_reading(layer: Layer | None, spec: KVCacheSpec, top_k: int | None, ranks: int) -> Reading:
     """What one layer reads a step: by its spec, and by the model's facts where those say more."""
-    if isinstance(spec, MambaSpec):
-        numbers = 1
-        for size in spec.shapes[-1]:
-            numbers *= size
-        mixer = layer.mixer if isinstance(layer, StateLayer) else "mamba2"
+    mixer = layer.mixer if layer else ""
+    if spec.holds_state:
+        numbers = prod(spec.shapes[-1])
         return Reading("states", 1, spec, state_operations=STATE_OPERATIONS.get(mixer, 6) * numbers)
-    heads = max(1, getattr(layer, "num_heads", 0) // ranks) if layer else 0
-    if isinstance(layer, LatentLayer):
-        widths = 2 * layer.kv_lora_rank + layer.qk_rope_head_dim
+    heads = max(1, getattr(layer, "num_heads", 0) // ranks)
+    widths = spec.head_size + spec.head_size_v
+    part = getattr(layer, "part", mixer)
+    if mixer == "mla":
+        # keys are the latent and its rotary part, values the latent alone
+        widths = spec.head_size + layer.kv_lora_rank
         if layer.sparse:
             return Reading("latent cache, chosen tokens", 1, spec, heads, widths, top_k)
         return Reading("latent cache", 1, spec, heads, widths)
-    if isinstance(layer, AttentionLayer):
-        return Reading(
-            cache_name(spec), 1, spec, heads, layer.head_size + (layer.head_size_v or layer.head_size)
-        )
-    part = getattr(layer, "part", "")
+    if part == "indexer":  # whole on every rank, keys alone
+        return Reading("indexer's keys", 1, spec, getattr(layer, "num_heads", 0), spec.head_size)
+    if part == "compressor":
+        return Reading("compressors' states", 1, spec)
     if part == "latent":
         return Reading(
             "compressed cache",
@@ -710,33 +703,16 @@ def one_reading(layer, spec: KVCacheSpec, top_k: int | None, ranks: int) -> Read
             2 * spec.head_size,
             top_k if spec.tokens_per_state == 4 else None,
         )
-    if part == "window":
-        return Reading(cache_name(spec), 1, spec, heads, 2 * spec.head_size)
-    if part == "compressor":
-        return Reading("compressors' states", 1, spec)
-    if part == "indexer" or getattr(layer, "mixer", "") == "indexer":
-        return Reading("indexer's keys", 1, spec, getattr(layer, "num_heads", 0), 2 * spec.head_size // 2)
-    return Reading(cache_name(spec), 1, spec)
-
-
-def cache_name(spec: KVCacheSpec) -> str:
-    window = getattr(spec, "sliding_window", None)
-    chunk = getattr(spec, "attention_chunk_size", None)
-    if isinstance(spec, CrossAttentionSpec):
-        return "cross attention's cache"
-    return (
-        f"cache, window {window}" if window else f"cache, chunk {chunk}" if chunk else "cache, full attention"
-    )
+    return Reading(f"cache, {spec.label}", 1, spec, heads, widths)
 
 
 def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:
     """Entries that one request's step reads from the cache of one layer, and entries that it adds."""
     spec = reading.spec
-    assert isinstance(spec, AttentionSpec)
-    start, stop = visible(spec, length)
+    start, stop = spec.visible(length)
     if shards > 1 and spec.dcp_sharded:
         start, stop = start // shards, cdiv(stop, shards)
-    new = 0 if isinstance(spec, CrossAttentionSpec | CircularBufferSpec) else 1
+    new = int(spec.written_by_steps)
     entries = max(0, stop - start - new) / spec.tokens_per_state
     if reading.at_most is not None:
         entries = min(entries, reading.at_most)

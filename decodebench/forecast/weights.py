@@ -22,7 +22,7 @@ from decodebench.forecast.parts import ROLES, Attending, Part, mlp
 from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
-from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, StateLayer
+from decodebench.models.layers import STATE_SHAPES, StateLayer
 from decodebench.models.load import TEXT_TYPES, load_model, text_config
 from decodebench.models.model import Model
 
@@ -134,16 +134,15 @@ def mixers(model: Model, f: Fields, has: Architecture) -> list[Part]:
     width, attention = width_of(f), attending(f, has)
     found: list[Part] = []
     for layer in model.layer.values():
-        if isinstance(layer, AttentionLayer):
-            if f.get("model_kind") in OWN_ATTENTION:
-                continue
-            shared = layer.name in model.shared_layers
-            found += blocks.attention(layer, width, replace(attention, queries_only=shared))
-        elif isinstance(layer, LatentLayer):
+        if layer.mixer == "attention":
+            if f.get("model_kind") not in OWN_ATTENTION:
+                shared = layer.name in model.shared_layers
+                found += blocks.attention(layer, width, replace(attention, queries_only=shared))
+        elif layer.mixer == "mla":
             found += blocks.latent(layer, width, f)
-        elif isinstance(layer, IndexerLayer):
+        elif layer.mixer == "indexer":
             found += blocks.indexer(layer, width, f)
-        elif isinstance(layer, StateLayer):
+        elif layer.mixer in STATE_SHAPES:
             found += states(layer, width, f)
     return found
 

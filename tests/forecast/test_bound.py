@@ -28,8 +28,8 @@ def test_a_dense_model_by_hand():
     mlp = 32 * 3 * 4096 * 14336 / 8
     assert loads["mlp"].bytes == 2 * mlp and loads["mlp"].operations == 2 * mlp * 64
     # 8,191 tokens are read and one is written, 128 keys and values of two bytes, 32 layers
-    assert loads["cache, full attention"].bytes == 64 * 8192 * 2 * 128 * 2 * 32
-    assert loads["cache, full attention"].operations == 64 * 32 * 4 * 2 * 256 * 8192
+    assert loads["cache, full"].bytes == 64 * 8192 * 2 * 128 * 2 * 32
+    assert loads["cache, full"].operations == 64 * 32 * 4 * 2 * 256 * 8192
     assert loads["head"].bytes == 2 * 128256 * 4096 / 8
     assert loads["embedding"].bytes == 64 * 4096 * 2
     # an attention and an MLP a layer, a ring sends 2·7/8 of 64 rows of 4,096 numbers of two bytes
