@@ -423,6 +423,10 @@ class Prepared:
     layers: int
     decode_context_parallel_size: int = 1
 
+    @property
+    def chips(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
     def at(
         self,
         batch: float = 1,

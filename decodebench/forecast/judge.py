@@ -145,12 +145,13 @@ def explanations(step: float, bound: Bound) -> list[str]:
         found.append(
             f"the cache was not read as believed (never filled, or one prefix for all): {longest:,} tokens a request"
         )
-    for replicas in (2, 4, 8, 16, 32, 64):
-        if possible(prepared, {length: count / replicas for length, count in lengths.items()}):
-            found.append(
-                f"the requests were spread over {replicas} replicas (the concurrency is a cluster's)"
-            )
-            break
+    total = sum(lengths.values())
+    together = _most(prepared, lengths, step, tokens)
+    if together:
+        found.append(
+            f"no more than {together:,} of the {total:,.0f} requests decoded together: the others waited, or ran on "
+            "other replicas (the concurrency is a cluster's)"
+        )
     lighter = [
         name for name in ("fp8", "nvfp4") if _heavier(prepared, name) and possible(quantized(prepared, name))
     ]
@@ -177,6 +178,21 @@ def _longest(prepared: Prepared, lengths: Mapping[int, float], step: float, toke
         middle = (low + high) // 2
         fits = prepared.at(context={middle: count}, tokens_per_step=tokens).seconds <= step
         low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _most(prepared: Prepared, lengths: Mapping[int, float], step: float, tokens: float) -> int:
+    """How many of the requests may decode together for the step to be possible; 0 where not one."""
+    total = sum(lengths.values())
+
+    def possible(count: int) -> bool:
+        fewer = {length: number * count / total for length, number in lengths.items()}
+        return prepared.at(context=fewer, tokens_per_step=tokens).seconds <= step
+
+    low, high = 0, max(1, int(total))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
     return low
 
 
