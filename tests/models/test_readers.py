@@ -376,8 +376,8 @@ def test_every_family_refuses_an_empty_config_by_name(model_type):
 
 @pytest.mark.parametrize("name", list_models())
 def test_nonsense_in_any_field_is_named_or_harmless(name):
-    """A known config with one field after another replaced: no reader answers with anything but a named
-    error.
+    """A known config with one field after another replaced: no reader answers
+    with anything but a named error.
     """
     config = json.loads((DATA / name / "config.json").read_text())
     for field in (
