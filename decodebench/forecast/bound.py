@@ -19,8 +19,9 @@ from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
-from decodebench.forecast.quantization import Format, formats
-from decodebench.forecast.weights import depth_of, fields_of, weights, width_of
+from decodebench.forecast.quantization import Format, checkpoint, formats
+from decodebench.forecast.weights import depth_of, fields_of, tensors, tied_head, width_of
+from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
@@ -421,6 +422,8 @@ class Prepared:
     expert_parallel_size: int
     routing: str
     layers: int
+    #: parameters of the embedding where it is the head as well
+    tied_head: int = 0
     decode_context_parallel_size: int = 1
 
     @property
@@ -499,8 +502,6 @@ class Prepared:
         ``tokens`` are one replica's in one microbatch, ``sampled`` those that the head is applied to.
         """
         loads: dict[str, Load] = {}
-        embedding = next((part for part in self.parts if part.role == "embedding"), None)
-        tied = not any(part.role == "head" and part.params > self.width for part in self.parts)
         for part in self.parts:
             format = self.formats[part.role]
             size = format.bits / 8
@@ -521,9 +522,8 @@ class Prepared:
                 read, work = rank * size, 2 * rank * part.uses * each
             before = loads.get(part.role, Load(part.role, dtype=format.dtype))
             loads[part.role] = Load(part.role, before.bytes + read, before.operations + work, format.dtype)
-        if tied and embedding is not None:
-            rank = embedding.per_rank(self.tensor_parallel_size)
-            format = self.formats["embedding"]
+        if self.tied_head:  # the embedding, read whole; it is not held twice
+            format, rank = self.formats["embedding"], self.tied_head / self.tensor_parallel_size
             loads["head"] = Load("head", rank * format.bits / 8, 2 * rank * sampled, format.dtype)
         return [loads[role] for role in ROLES if role in loads]
 
@@ -576,6 +576,8 @@ class Prepared:
                     total += count * reading.layers * reading.spec.unpadded_page_size_bytes
                 else:
                     start, stop = reading.spec.visible(length)
+                    if reading.spec.dcp_sharded:
+                        stop = start + cdiv(stop - start, self.decode_context_parallel_size)
                     entries = cdiv(stop - start, reading.spec.tokens_per_state)
                     total += (
                         count
@@ -633,37 +635,42 @@ def prepare(
     if routing not in ("uniform", "same"):
         raise BoundError(f"routing = {routing!r}: uniform or same is expected")
     options = CacheOptions.of(options | {"tensor_parallel_size": tensor_parallel_size})
-    f, _ = fields_of(model)
-    parts = weights(model)
+    f, has = fields_of(model)
+    parts = tensors(model, f, has)
     resolved = model.resolve(options)
     specs = model.specs(resolved, options)
-    mixing = sum(part.layers for part in parts if part.role in ("mlp", "experts"))
+    feeding = sum(part.layers for part in parts if part.role in ("mlp", "experts"))
     return Prepared(
         model,
         machine,
         parts,
-        formats(model.config, resolved.dtype, quantization),
-        readings(model, specs, f.optional("index_topk"), tensor_parallel_size),
+        formats(checkpoint(model), resolved.dtype, quantization),
+        readings(model, specs, f, tensor_parallel_size),
         width_of(f),
-        reduces=len(model.layer) + mixing,
+        reduces=sum(map(adds_up, model.layer.values())) + feeding,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
         expert_parallel_size=tensor_parallel_size * data_parallel_size if enable_expert_parallel else 1,
         routing=routing,
         layers=depth_of(f),
+        tied_head=tied_head(f, has),
         decode_context_parallel_size=options.decode_context_parallel_size,
     )
 
 
-def readings(
-    model: Model, specs: Mapping[str, KVCacheSpec], top_k: int | None, ranks: int
-) -> tuple[Reading, ...]:
+def adds_up(layer: Layer) -> bool:
+    """Whether a layer's output is added up over tensor parallel ranks: not those that only serve another one."""
+    return layer.mixer != "indexer" and getattr(layer, "part", "window") == "window"
+
+
+def readings(model: Model, specs: Mapping[str, KVCacheSpec], f: Fields, ranks: int) -> tuple[Reading, ...]:
     """The model's layers, those that read alike put together."""
+    limits = {"sparse": f.optional("index_topk"), "cross": f.optional("max_source_positions")}
     together: dict[tuple, Reading] = {}
     for name, spec in specs.items():
         layer = model.layer.get(name)
-        reading = one_reading(layer, spec, top_k, ranks)
+        reading = one_reading(layer, spec, limits, ranks)
         key = (reading.name, spec, reading.query_heads, reading.widths, reading.at_most)
         before = together.get(key)
         layers = 1 + (before.layers if before else 0)
@@ -679,8 +686,13 @@ def readings(
     return tuple(together.values())
 
 
-def one_reading(layer: Layer | None, spec: KVCacheSpec, top_k: int | None, ranks: int) -> Reading:
-    """What one layer reads a step: by its spec, and by the model's facts where those say more."""
+def one_reading(
+    layer: Layer | None, spec: KVCacheSpec, limits: Mapping[str, int | None], ranks: int
+) -> Reading:
+    """What one layer reads a step: by its spec, and by the model's facts where those say more.
+
+    ``limits``: tokens that sparse attention chooses, and that an encoder gives at most.
+    """
     mixer = layer.mixer if layer else ""
     if spec.holds_state:
         numbers = prod(spec.shapes[-1])
@@ -692,7 +704,7 @@ def one_reading(layer: Layer | None, spec: KVCacheSpec, top_k: int | None, ranks
         # keys are the latent and its rotary part, values the latent alone
         widths = spec.head_size + layer.kv_lora_rank
         if layer.sparse:
-            return Reading("latent cache, chosen tokens", 1, spec, heads, widths, top_k)
+            return Reading("latent cache, chosen tokens", 1, spec, heads, widths, limits["sparse"])
         return Reading("latent cache", 1, spec, heads, widths)
     if part == "indexer":  # whole on every rank, keys alone
         return Reading("indexer's keys", 1, spec, getattr(layer, "num_heads", 0), spec.head_size)
@@ -705,9 +717,10 @@ def one_reading(layer: Layer | None, spec: KVCacheSpec, top_k: int | None, ranks
             spec,
             heads,
             2 * spec.head_size,
-            top_k if spec.tokens_per_state == 4 else None,
+            limits["sparse"] if spec.tokens_per_state == 4 else None,
         )
-    return Reading(f"cache, {spec.label}", 1, spec, heads, widths)
+    at_most = None if spec.written_by_steps else limits["cross"]
+    return Reading(f"cache, {spec.label}", 1, spec, heads, widths, at_most)
 
 
 def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:

@@ -301,12 +301,22 @@ def is_tied(f: Fields, has: Architecture) -> bool:
     return bool(f.get("tie_word_embeddings", default=has.tied))
 
 
+def embedding_size(f: Fields) -> int:
+    """Parameters of the table of tokens."""
+    return f.integer("vocab_size") * (f.optional("word_embed_proj_dim") or width_of(f))
+
+
+def tied_head(f: Fields, has: Architecture) -> int:
+    """Parameters of the embedding that the head reads again; 0 where the head has its own."""
+    return embedding_size(f) if is_tied(f, has) else 0
+
+
 def ends(f: Fields, has: Architecture) -> list[Part]:
     """The embedding, and the head where it is not the embedding itself."""
-    vocabulary, width = f.integer("vocab_size"), f.optional("word_embed_proj_dim") or width_of(f)
-    found = [Part("embedding", vocabulary * width, rows=vocabulary)]
+    vocabulary, size = f.integer("vocab_size"), embedding_size(f)
+    found = [Part("embedding", size, rows=vocabulary)]
     if not is_tied(f, has):
-        found.append(Part("head", vocabulary * width))
+        found.append(Part("head", size))
     if on(f, has.head_bias):
         found.append(Part("head", vocabulary))
     return found

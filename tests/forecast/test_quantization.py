@@ -1,8 +1,12 @@
 """Bits a weight: what the quantization_config of checkpoints says, by role."""
 
+import json
+
 import pytest
 
+from decodebench.forecast.bound import bound
 from decodebench.forecast.quantization import QuantizationError, formats
+from decodebench.models.load import load_model
 
 
 def bits(config, scheme="auto"):
@@ -87,3 +91,21 @@ def test_a_scheme_by_name_and_by_role():
 def test_an_unknown_method_is_refused_with_what_is_known():
     with pytest.raises(QuantizationError, match=r"'hqq9'.*quantization="):
         formats({"quantization_config": {"quant_method": "hqq9"}}, "bfloat16")
+
+
+def test_a_file_beside_the_config_is_read(tmp_path):
+    """ModelOpt's checkpoints keep their formats in hf_quant_config.json; config.json's own word goes first."""
+    config = load_model("tiny-llama").config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = bound(tmp_path, "h100").weight_bytes
+    beside = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert bound(path, "h100").weight_bytes < 0.5 * plain
+    assert bound(tmp_path, "h100", quantization=None).weight_bytes == plain
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    with pytest.raises(QuantizationError, match="hf_quant_config.json: not JSON"):
+        bound(tmp_path, "h100")
