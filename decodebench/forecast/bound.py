@@ -20,7 +20,7 @@ from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, checkpoint, formats
-from decodebench.forecast.weights import depth_of, fields_of, tensors, tied_head, width_of
+from decodebench.forecast.weights import fields_of, tensors, tied_head, width_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
 from decodebench.models.load import load_model
@@ -421,7 +421,8 @@ class Prepared:
     data_parallel_size: int
     expert_parallel_size: int
     routing: str
-    layers: int
+    #: mixers, indexers and feed-forward blocks, one after another
+    blocks: int
     #: parameters of the embedding where it is the head as well
     tied_head: int = 0
     decode_context_parallel_size: int = 1
@@ -653,7 +654,7 @@ def prepare(
         data_parallel_size=data_parallel_size,
         expert_parallel_size=tensor_parallel_size * data_parallel_size if enable_expert_parallel else 1,
         routing=routing,
-        layers=depth_of(f),
+        blocks=len(model.layer) + feeding,
         tied_head=tied_head(f, has),
         decode_context_parallel_size=options.decode_context_parallel_size,
     )
