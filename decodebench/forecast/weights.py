@@ -196,7 +196,7 @@ def dense(f: Fields, has: Architecture, width: int, layer: int) -> list[Part]:
         return [mlp(width, f.integer("shared_intermediate_size"), has.matrices)]
     sizes = f.get("intermediate_size")
     if isinstance(sizes, list):
-        inner = f.listing("intermediate_size", length=layer + 1)[layer]
+        inner = item(f, ("intermediate_size",), layer)
     else:
         inner = f.integer(*has.dense_size, default=default_inner(f, width))
     if f.get("use_double_wide_mlp", default=False):
@@ -204,9 +204,16 @@ def dense(f: Fields, has: Architecture, width: int, layer: int) -> list[Part]:
         inner *= 2 if layer >= first > 0 else 1
     if f.get("model_kind") == "lfm2" and f.get("block_auto_adjust_ff_dim", default=True):
         grain = f.integer("block_multiple_of", default=256)
-        inner = int(f.get("block_ffn_dim_multiplier", default=1) * int(2 * inner / 3))
+        factor = f.number("block_ffn_dim_multiplier") if f.has("block_ffn_dim_multiplier") else 1
+        inner = int(factor * int(2 * inner / 3))
         inner = grain * -(-inner // grain)
     return [mlp(width, inner, has.matrices, on(f, has.mlp_bias))]
+
+
+def item(f: Fields, names: tuple[str, ...], layer: int) -> int:
+    """A layer's own number in a list with one for each."""
+    given = f.listing(*names, length=layer + 1) or ()
+    return Fields(dict.fromkeys(names, given[layer]), f"{f.source}, layer {layer}").integer(*names)
 
 
 def default_inner(f: Fields, width: int) -> int | None:
@@ -220,7 +227,7 @@ def experts(f: Fields, has: Architecture, width: int, layer: int = 0) -> list[Pa
     def number(names: tuple[str, ...], **limits) -> int:
         value = f.get(*names)
         if isinstance(value, list):  # a number for every layer (Hunyuan)
-            return Fields({names[0]: f.listing(*names, length=layer + 1)[layer]}, f.source).integer(names[0])
+            return item(f, names, layer)
         return f.integer(*names, **limits)
 
     count, top_k = number(EXPERT_COUNTS), number(EXPERTS_PER_TOKEN)

@@ -109,3 +109,22 @@ def test_a_file_beside_the_config_is_read(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text("{")
     with pytest.raises(QuantizationError, match="hf_quant_config.json: not JSON"):
         bound(tmp_path, "h100")
+
+
+@pytest.mark.parametrize(
+    ("quant", "says"),
+    [
+        ({"quant_method": "awq", "bits": "four"}, "bits = 'four'"),
+        ({"quant_method": "gptq", "group_size": "none"}, "group_size = 'none'"),
+        ({"quant_method": "gptq", "bits": 99}, "99 bits"),
+        ({"quant_method": "fp8", "ignored_layers": 5}, "ignored_layers = 5"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "no config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "q"}}}},
+            "num_bits = 'q'",
+        ),
+    ],
+)
+def test_a_malformed_config_is_refused_by_its_field(quant, says):
+    with pytest.raises(QuantizationError, match=says):
+        formats({"quantization_config": quant}, "bfloat16")
