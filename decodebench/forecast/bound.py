@@ -26,13 +26,13 @@ from decodebench.models.layers import Layer
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions
-from decodebench.models.specs import KVCacheSpec, cdiv
+from decodebench.models.specs import DTYPE_BYTES, KVCacheSpec, cdiv
 from decodebench.words import bytes_text, columns, seconds_text, share_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: multiply-adds a state's number takes in one step: decay and update, and what is read out of it
+#: operations that a number of a state takes in one step: decay and update, and what is read out of it
 STATE_OPERATIONS = {"mamba1": 6, "mamba2": 6, "gdn": 8, "kda": 8, "linear": 4, "short_conv": 2}
 
 
@@ -63,7 +63,8 @@ class Load:
 class Bound:
     """The floor of one decode step. All sizes are one rank's; ``batch`` is the whole deployment's.
 
-    ``steps_in_flight``: microbatches that a pipeline works on at once; a request waits for all its stages.
+    With pipeline parallelism as many microbatches are under way as there are stages, and ``seconds`` is
+    what one of them takes through all stages: each of its requests has a token more then.
     """
 
     model: str
@@ -403,6 +404,11 @@ class Reading:
     at_most: int | None = None
     state_operations: float = 0.0
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one cached value; of packed formats 1."""
+        return 2 if self.spec.holds_state else DTYPE_BYTES[self.spec.dtype]
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -482,13 +488,9 @@ class Prepared:
         """Bytes of a part's weights on one rank, all stages together."""
         size = self.formats[part.role].bits / 8
         if part.role == "experts":
-            return part.params * size / (self.tensor_parallel_size * self._expert_replicas)
+            # data parallel replicas share their experts: each holds a part of them
+            return part.params * size / (self.tensor_parallel_size * self.data_parallel_size)
         return part.per_rank(self.tensor_parallel_size) * size
-
-    @property
-    def _expert_replicas(self) -> int:
-        """Data parallel replicas share their experts: each holds a part of them."""
-        return self.data_parallel_size
 
     def _touched(self, part: Part, tokens: float) -> float:
         """Routed experts of a layer that the tokens of all replicas use."""
@@ -512,7 +514,7 @@ class Prepared:
             if part.role == "embedding":
                 read, work = tokens * part.params / (part.rows or 1) * size, 0.0
             elif part.role == "experts":
-                ranks = self.tensor_parallel_size * self._expert_replicas
+                ranks = self.tensor_parallel_size * self.data_parallel_size
                 one = part.params / part.experts / ranks
                 read = self._touched(part, tokens) * one * size
                 work = 2 * one * part.top_k * tokens * self.data_parallel_size
@@ -544,9 +546,14 @@ class Prepared:
                 size = reading.spec.num_kv_heads * reading.spec.entry_bytes
                 moved += count * size * (entries + new * positions)
                 work += count * positions * 2 * reading.query_heads * reading.widths * (entries + new)
+            # numbers of one byte may be multiplied as they are
+            dtype = "bf16" if reading.value_bytes > 1 else "fp8"
             before = loads.get(reading.name, Load(reading.name))
             loads[reading.name] = Load(
-                reading.name, before.bytes + moved * reading.layers, before.operations + work * reading.layers
+                reading.name,
+                before.bytes + moved * reading.layers,
+                before.operations + work * reading.layers,
+                dtype,
             )
         return list(loads.values())
 
