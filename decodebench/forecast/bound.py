@@ -9,11 +9,11 @@ parts up, as an engine does that runs one after another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
@@ -167,7 +167,7 @@ class Bound:
             f"{self.tokens_per_second:,.0f} tokens a second, {self.tokens_per_second_per_request:,.1f} each request"
         )
         total = sum(self.parts.values())
-        table = [("part", "bytes", "operations", "at least", "share")]
+        table: list[tuple[str, ...]] = [("part", "bytes", "operations", "at least", "share")]
         shown = sorted(self.loads, key=lambda load: -load.seconds(self.machine))
         for load in shown[:4]:
             table.append(
@@ -304,19 +304,19 @@ def bound(
         routing=routing,
         **options,
     )
-    more = {
+    more: dict[str, Any] = {
         "tokens_per_step": tokens_per_step,
         "positions_per_step": positions_per_step,
         "prompt_tokens": prompt_tokens,
         "prompt_context": prompt_context,
     }
-    if not isinstance(batch, list | tuple | range) and not isinstance(context, list | tuple | range):
-        return prepared.at(batch, context, **more)
-    batches = list(batch) if isinstance(batch, list | tuple | range) else [batch]
-    contexts = list(context) if isinstance(context, list | tuple | range) else [context]
+    batches: list[Any] = list(batch) if isinstance(batch, list | tuple | range) else [batch]
+    contexts: list[Any] = list(context) if isinstance(context, list | tuple | range) else [context]
     if not batches or not contexts:
         raise BoundError("batch or context is an empty list: at least one number is expected")
-    return Bounds(tuple(prepared.at(b, c, **more) for b in batches for c in contexts))
+    cases = tuple(prepared.at(b, c, **more) for b in batches for c in contexts)
+    alone = batches == [batch] and contexts == [context]
+    return cases[0] if alone else Bounds(cases)
 
 
 @dataclass(frozen=True)
@@ -403,11 +403,8 @@ class Reading:
     widths: int = 0
     at_most: int | None = None
     state_operations: float = 0.0
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of one cached value; of packed formats 1."""
-        return 2 if self.spec.holds_state else DTYPE_BYTES[self.spec.dtype]
+    #: cached values of one byte, which may be multiplied as they are
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -543,11 +540,10 @@ class Prepared:
                     work += count * positions * reading.state_operations
                     continue
                 entries, new = seen(reading, length, self.decode_context_parallel_size)
-                size = reading.spec.num_kv_heads * reading.spec.entry_bytes
+                size = reading.spec.bytes_per_token_slot
                 moved += count * size * (entries + new * positions)
                 work += count * positions * 2 * reading.query_heads * reading.widths * (entries + new)
-            # numbers of one byte may be multiplied as they are
-            dtype = "bf16" if reading.value_bytes > 1 else "fp8"
+            dtype = "fp8" if reading.narrow else "bf16"
             before = loads.get(reading.name, Load(reading.name))
             loads[reading.name] = Load(
                 reading.name,
@@ -566,7 +562,7 @@ class Prepared:
                 continue
             length = int(context + tokens / 2) + 1
             entries, new = seen(reading, length, self.decode_context_parallel_size)
-            size = reading.spec.num_kv_heads * reading.spec.entry_bytes
+            size = reading.spec.bytes_per_token_slot
             moved += reading.layers * size * (entries + tokens * new)
             work += reading.layers * 2 * tokens * reading.query_heads * reading.widths * (entries + new)
         return Load("prompt attention", moved, work)
@@ -586,14 +582,8 @@ class Prepared:
                     start, stop = reading.spec.visible(length)
                     if reading.spec.dcp_sharded:
                         stop = start + cdiv(stop - start, self.decode_context_parallel_size)
-                    entries = cdiv(stop - start, reading.spec.tokens_per_state)
-                    total += (
-                        count
-                        * reading.layers
-                        * entries
-                        * reading.spec.num_kv_heads
-                        * reading.spec.entry_bytes
-                    )
+                    entries = cdiv(stop - start, tokens_per_entry(reading.spec))
+                    total += count * reading.layers * entries * reading.spec.bytes_per_token_slot
         return total
 
     # -- messages
@@ -642,11 +632,11 @@ def prepare(
             raise BoundError(f"{name} = {value!r}: an integer from 1 to 4096 is expected")
     if routing not in ("uniform", "same"):
         raise BoundError(f"routing = {routing!r}: uniform or same is expected")
-    options = CacheOptions.of(options | {"tensor_parallel_size": tensor_parallel_size})
+    asked = CacheOptions.of(options | {"tensor_parallel_size": tensor_parallel_size})
     f, has = fields_of(model)
     parts = tensors(model, f, has)
-    resolved = model.resolve(options)
-    specs = model.specs(resolved, options)
+    resolved = model.resolve(asked)
+    specs = model.specs(resolved, asked)
     feeding = sum(part.layers for part in parts if part.role in ("mlp", "experts"))
     return Prepared(
         model,
@@ -663,7 +653,7 @@ def prepare(
         routing=routing,
         blocks=len(model.layer) + feeding,
         tied_head=tied_head(f, has),
-        decode_context_parallel_size=options.decode_context_parallel_size,
+        decode_context_parallel_size=asked.decode_context_parallel_size,
     )
 
 
@@ -677,20 +667,10 @@ def readings(model: Model, specs: Mapping[str, KVCacheSpec], f: Fields, ranks: i
     limits = {"sparse": f.optional("index_topk"), "cross": f.optional("max_source_positions")}
     together: dict[tuple, Reading] = {}
     for name, spec in specs.items():
-        layer = model.layer.get(name)
-        reading = one_reading(layer, spec, limits, ranks)
+        reading = one_reading(model.layer.get(name), spec, limits, ranks)
         key = (reading.name, spec, reading.query_heads, reading.widths, reading.at_most)
         before = together.get(key)
-        layers = 1 + (before.layers if before else 0)
-        together[key] = Reading(
-            reading.name,
-            layers,
-            spec,
-            reading.query_heads,
-            reading.widths,
-            reading.at_most,
-            reading.state_operations,
-        )
+        together[key] = replace(reading, layers=1 + (before.layers if before else 0))
     return tuple(together.values())
 
 
@@ -701,34 +681,31 @@ def one_reading(
 
     ``limits``: tokens that sparse attention chooses, and that an encoder gives at most.
     """
+    facts: Any = layer  # of many kinds: what a kind lacks is not asked of it
+    stored: Any = spec
     mixer = layer.mixer if layer else ""
     if spec.holds_state:
-        numbers = prod(spec.shapes[-1])
-        return Reading("states", 1, spec, state_operations=STATE_OPERATIONS.get(mixer, 6) * numbers)
-    heads = max(1, getattr(layer, "num_heads", 0) // ranks)
-    widths = spec.head_size + spec.head_size_v
-    part = getattr(layer, "part", mixer)
+        operations = STATE_OPERATIONS.get(mixer, 6) * prod(stored.shapes[-1])
+        return Reading("states", 1, spec, state_operations=operations)
+    heads = max(1, getattr(facts, "num_heads", 0) // ranks)
+    widths = stored.head_size + stored.head_size_v
+    narrow = DTYPE_BYTES[stored.dtype] == 1
+    part = getattr(facts, "part", mixer)
+    at_most = None if spec.written_by_steps else limits["cross"]
+    name = f"cache, {spec.label}"
     if mixer == "mla":
         # keys are the latent and its rotary part, values the latent alone
-        widths = spec.head_size + layer.kv_lora_rank
-        if layer.sparse:
-            return Reading("latent cache, chosen tokens", 1, spec, heads, widths, limits["sparse"])
-        return Reading("latent cache", 1, spec, heads, widths)
-    if part == "indexer":  # whole on every rank, keys alone
-        return Reading("indexer's keys", 1, spec, getattr(layer, "num_heads", 0), spec.head_size)
-    if part == "compressor":
-        return Reading("compressors' states", 1, spec)
-    if part == "latent":
-        return Reading(
-            "compressed cache",
-            1,
-            spec,
-            heads,
-            2 * spec.head_size,
-            limits["sparse"] if spec.tokens_per_state == 4 else None,
-        )
-    at_most = None if spec.written_by_steps else limits["cross"]
-    return Reading(f"cache, {spec.label}", 1, spec, heads, widths, at_most)
+        widths = stored.head_size + facts.kv_lora_rank
+        name = "latent cache, chosen tokens" if facts.sparse else "latent cache"
+        at_most = limits["sparse"] if facts.sparse else None
+    elif part == "indexer":  # whole on every rank, keys alone
+        name, heads, widths = "indexer's keys", getattr(facts, "num_heads", 0), stored.head_size
+    elif part == "compressor":
+        name, heads, widths = "compressors' states", 0, 0
+    elif part == "latent":
+        name, widths = "compressed cache", 2 * stored.head_size
+        at_most = limits["sparse"] if stored.tokens_per_state == 4 else None
+    return Reading(name, 1, spec, heads, widths, at_most, narrow=narrow)
 
 
 def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:
@@ -738,10 +715,15 @@ def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:
     if shards > 1 and spec.dcp_sharded:
         start, stop = start // shards, cdiv(stop, shards)
     new = int(spec.written_by_steps)
-    entries = max(0, stop - start - new) / spec.tokens_per_state
+    entries = max(0, stop - start - new) / tokens_per_entry(spec)
     if reading.at_most is not None:
         entries = min(entries, reading.at_most)
     return entries, new
+
+
+def tokens_per_entry(spec: KVCacheSpec) -> int:
+    """Tokens that are compressed into one entry of the cache."""
+    return getattr(spec, "tokens_per_state", 1)
 
 
 def requests(batch: float, context: int | str | Mapping[int, float]) -> dict[int, float]:

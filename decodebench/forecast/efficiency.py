@@ -263,7 +263,9 @@ def terms(constants: Mapping[str, float], c: Mapping[str, np.ndarray]) -> dict[s
 
 def seconds(constants: Mapping[str, float], c: Mapping[str, np.ndarray]) -> np.ndarray:
     """The time of each step, without the correction."""
-    return sum(terms(constants, c).values())
+    import numpy as np
+
+    return np.sum(list(terms(constants, c).values()), axis=0)
 
 
 def fit(steps: Sequence[Step], measured: Sequence[float], rounds: int = 25) -> dict[str, float]:

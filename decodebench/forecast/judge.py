@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.bound import Bound, BoundError, Prepared, prepare
@@ -116,9 +117,9 @@ def judge_all(
 def floor_for(prepared: Prepared, one: Measured, batch: float | None, context: int | None) -> Bound:
     """The floor of the requests that a figure was measured with."""
     batch, context = batch or one.batch, context or one.context
-    for name, value in (("batch", batch), ("context", context)):
-        if value is None:
-            raise BoundError(f"{one.source} does not say the {name}: give it (--{name})")
+    if batch is None or context is None:
+        name = "batch" if batch is None else "context"
+        raise BoundError(f"{one.source} does not say the {name}: give it (--{name})")
     positions = max(1.0, one.tokens_per_step)
     return prepared.at(batch, context, tokens_per_step=positions)
 
@@ -214,7 +215,7 @@ def quantized(prepared: Prepared, name: str) -> Prepared:
 
 def changed(prepared: Prepared, **options) -> Prepared | None:
     """The same deployment with other options; None where they do not go with the model."""
-    same = {
+    same: dict[str, Any] = {
         "tensor_parallel_size": prepared.tensor_parallel_size,
         "pipeline_parallel_size": prepared.pipeline_parallel_size,
         "data_parallel_size": prepared.data_parallel_size,

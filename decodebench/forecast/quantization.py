@@ -140,7 +140,8 @@ def from_config(config: Mapping) -> dict[str, Format]:
         quant = inner.get("quantization_config") if isinstance(inner, Mapping) else None
     if not isinstance(quant, Mapping):
         return {}
-    inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
+    nested = quant.get("quantization")
+    inner = nested if isinstance(nested, Mapping) else quant
     method = str(quant.get("quant_method") or "modelopt").lower().replace("_", "-")
     by_layer = inner.get("quantized_layers")
     if isinstance(by_layer, Mapping) and by_layer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from decodebench.forecast import parts as blocks
 from decodebench.forecast.architectures import (
@@ -133,7 +134,8 @@ def mixers(model: Model, f: Fields, has: Architecture) -> list[Part]:
     """Attention and states, layer by layer as ``models`` reads them."""
     width, attention = width_of(f), attending(f, has)
     found: list[Part] = []
-    for layer in model.layer.values():
+    layers: list[Any] = list(model.layer.values())  # of many kinds, told apart by their mixer
+    for layer in layers:
         if layer.mixer == "attention":
             if f.get("model_kind") not in OWN_ATTENTION:
                 shared = layer.name in model.shared_layers
@@ -176,8 +178,8 @@ def feed_forward(model: Model, f: Fields, has: Architecture) -> list[Part]:
     width, depth = width_of(f), depth_of(f)
     if kind == "nemotron_h":
         letters = nemotron_letters(f)
-        found = letters.count("-") * dense(f, has, width, 0) if "-" in letters else []
-        return found + (letters.count("E") * experts(f, has, width) if "E" in letters else [])
+        plain = letters.count("-") * dense(f, has, width, 0) if "-" in letters else []
+        return plain + (letters.count("E") * experts(f, has, width) if "E" in letters else [])
     if kind == "longcat_flash":
         return depth * experts(f, has, width)
     sparse = sparse_layers(f, depth)
@@ -262,12 +264,12 @@ def sparse_layers(f: Fields, depth: int) -> list[bool]:
     if kinds is not None:
         return [kind == "sparse" for kind in kinds]
     if isinstance(frequency, list):
-        return [bool(x) for x in f.listing("moe_layer_freq", length=depth)]
+        return [bool(x) for x in f.listing("moe_layer_freq", length=depth) or ()]
     if f.get("interleave_moe_layer_step") and not f.has("moe_layers"):
         step = f.integer("interleave_moe_layer_step")
         return [(i + 1) % step == 0 for i in range(depth)]
     if f.has("moe_layers"):
-        chosen = set(f.listing("moe_layers"))
+        chosen = set(f.listing("moe_layers") or ())
         return [i in chosen for i in range(depth)]
     if f.has("expert_layer_period"):
         period, offset = f.integer("expert_layer_period"), f.integer("expert_layer_offset", least=0)
