@@ -364,7 +364,9 @@ def test_kernels_compile_for_odd_strides():
 
 # --- on a GPU (none was at hand when these were written: they have never run) ---------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_gpu = pytest.mark.skipif(
+    INTERPRETED or not torch.cuda.is_available(), reason="no CUDA device, or a process that interprets"
+)
 
 
 def on_gpu(case):
@@ -378,7 +380,7 @@ def on_gpu(case):
 @needs_triton
 @pytest.mark.parametrize("order", ["LBNHC", "BLHNC"])
 @pytest.mark.parametrize("entries", BLOCK_SIZES)
-def test_triton_attention_on_a_gpu(entries, order):
+def test_attention_on_a_gpu(entries, order):
     from decodebench.measure.kernels import triton_ops
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, *FP8):
@@ -391,7 +393,7 @@ def test_triton_attention_on_a_gpu(entries, order):
 @needs_gpu
 @needs_triton
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "gdn", "kda", "short_conv"])
-def test_triton_states_on_a_gpu(kind):
+def test_states_on_a_gpu(kind):
     from decodebench.measure.kernels import triton_ops
 
     _, parts, rows, inputs = state_case(kind, torch.float32)

@@ -12,6 +12,7 @@ Architecture via Microbenchmarking", rounded up.
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,13 +96,19 @@ def shared_cycles(code: MachineCode) -> float:
         elif name.startswith("LDGSTS"):
             lines += count * (4 if "128" in name else 1)
         elif wide := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
-            m, n, k = map(int, wide.groups())
+            _, n, k = map(int, wide.groups())
             lines += count / 4 * n * k * 2 / 128  # its right-hand side; the left one mostly sits in registers
     return lines * code.warps
 
 
 def iteration_seconds(
-    code: MachineCode, chip: Chip, live: int, tile_bytes: int, readers: int, tiles_ahead: float, products: float
+    code: MachineCode,
+    chip: Chip,
+    live: int,
+    tile_bytes: int,
+    readers: int,
+    tiles_ahead: float,
+    products: float,
 ) -> float:
     """Seconds in which ``live`` programs of a multiprocessor finish one iteration each.
 
@@ -113,7 +120,7 @@ def iteration_seconds(
     tensor = max(tensor_cycles(code, chip), products)
     chain = code.loop.stall_cycles + BARRIER_CYCLES * code.loop.count("BAR") + CHAIN_CYCLES + tensor
     memory = L2_CYCLES + MEMORY_LATENCY * chip.clock
-    chain = max(chain, (chain + memory) / (1 + tiles_ahead)) if tiles_ahead else chain + memory
+    chain = max(chain, memory / tiles_ahead) if tiles_ahead else chain + memory
     issue = live * len(code.loop.instructions) * code.warps / 4
     cycles = max(chain, issue, live * shared_cycles(code), live * tensor)
     each = chip.bandwidth * REACHABLE / chip.multiprocessors
@@ -145,11 +152,12 @@ def loop_seconds(
     start = (2 * L2_CYCLES + 2 * MEMORY_LATENCY * chip.clock + 900) / chip.clock
     lanes: list[list[int]] = [[] for _ in range(chip.multiprocessors)]
     loads = [0.0] * chip.multiprocessors
-    order = sorted(range(len(programs)), key=lambda i: 0)  # launch order: the hardware knows no lengths
-    for at, i in enumerate(order):
-        k = at % chip.multiprocessors if at < chip.multiprocessors else loads.index(min(loads))
-        lanes[k].append(programs[i])
-        loads[k] += programs[i] + 1
+    queue = [(0.0, k) for k in range(chip.multiprocessors)]
+    for iterations in programs:
+        load, k = heapq.heappop(queue)
+        lanes[k].append(iterations)
+        loads[k] = load + iterations + 1
+        heapq.heappush(queue, (loads[k], k))
     busiest = max(range(chip.multiprocessors), key=loads.__getitem__)
     seconds, left = 0.0, lanes[busiest]
     while left:
