@@ -13,7 +13,16 @@ from types import ModuleType
 import torch
 
 from decodebench.cache.tensors import Cache, Span
-from decodebench.cache.values import ZEROS, FillRefused, Normal, Values, default_values, put, value_dtypes
+from decodebench.cache.values import (
+    ZEROS,
+    FillRefused,
+    Normal,
+    Tags,
+    Values,
+    default_values,
+    put,
+    value_dtypes,
+)
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from decodebench.specs import DecodebenchError
+from decodebench.errors import DecodebenchError
 
 
 class DisassemblerMissing(DecodebenchError):
