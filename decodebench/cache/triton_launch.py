@@ -40,6 +40,4 @@ class Launch:
         """Compile it, so that no clock sees the compiler. Nothing runs; nothing to do but on a GPU."""
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
-                self.kernel.warmup(
-                    *self.arguments.values(), grid=self.grid, **self.constants, **self.options
-                )
+                self.kernel.warmup(*self.arguments.values(), grid=self.grid, **self.constants, **self.options)

@@ -138,9 +138,7 @@ def device_rows(rows: list[int], device: torch.device) -> torch.Tensor:
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
 
 
-def write(
-    bits: torch.Tensor, ids: list[int] | torch.Tensor, number: int | None, **window: object
-) -> None:
+def write(bits: torch.Tensor, ids: list[int] | torch.Tensor, number: int | None, **window: object) -> None:
     """Write rows of ``[L, num_blocks, numel]`` bits in one launch; see ``launch``."""
     ids = ids if isinstance(ids, torch.Tensor) else device_rows(ids, bits.device)
     launch(bits, ids, number, window or None).run()

@@ -1,4 +1,8 @@
-"""How rows are written: runs of block ids, all layers of a group through one strided view, each byte once."""
+"""How rows are written: each byte once, all rows, layers and parts of a step in one call where C++ builds.
+
+Values that no compiled kernel knows, and machines without a compiler, take torch: runs of block ids,
+all layers of a group through one strided view.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,16 @@ from types import ModuleType
 
 import torch
 
+from decodebench.cache import compiled_rows
 from decodebench.cache.tensors import Cache, Span
 from decodebench.cache.values import (
-    ZEROS,
     FillRefused,
     Normal,
     Tags,
     Values,
     default_values,
     put,
+    source_of,
     value_dtypes,
 )
 from decodebench.errors import DecodebenchError
@@ -145,9 +150,11 @@ def fill_rows(
     try:
         if events:
             events[0].record()
+        if kernel is None:
+            spans = _fill_compiled(spans, rows_by_group, values, report)
         for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
             ids = kernel.device_rows(rows, cache.device) if kernel is not None and rows else None
-            group_runs = runs(rows) if ids is None or not _by_kernel(values) else []
+            group_runs = runs(rows) if group_spans and (ids is None or isinstance(values, Tags)) else []
             for span in group_spans:
                 _fill_span(span, group_runs, values, report, ids)
             report.rows[group], report.block_ids[group] = len(rows), tuple(rows)
@@ -162,14 +169,9 @@ def fill_rows(
     return report
 
 
-def _by_kernel(values: Values) -> bool:
-    """Whether a GPU's kernels write these values: one number everywhere, or a window of the noise bank."""
-    return not isinstance(values, Tags)
-
-
 def _warm(kernel: ModuleType, span: Span, values: Values) -> None:
     """Compile what this span's launch needs, before the clock runs."""
-    source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
+    source = source_of(span, values)
     number = source.number(span.part.dtype)
     if number is not None or isinstance(source, Normal):
         window = source.window(span) if number is None else None
@@ -183,6 +185,32 @@ def _events(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Event] |
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
+def _fill_compiled(
+    spans: list[list[Span]], rows_by_group: Sequence[Sequence[int]], values: Values, report: FillReport
+) -> list[list[Span]]:
+    """Write what the C++ kernels can, in one call; returns the spans that are left for torch."""
+    left: list[list[Span]] = [[] for _ in spans]
+    writes = []
+    for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
+        if not group_spans or group_spans[0].bits.device.type != "cpu" or compiled_rows.why_not():
+            left[group] = group_spans
+            continue
+        ids = torch.tensor(rows, dtype=torch.int64)
+        for span in group_spans:
+            source = source_of(span, values)
+            number = source.number(span.part.dtype)
+            if number is None and not isinstance(source, Normal):
+                left[group].append(span)
+                continue
+            content = compiled_rows.Noise(**source.window(span)) if number is None else number
+            writes.append(compiled_rows.Rows(span.bits, ids, content))
+            zeroed = span.part.zeros_only and number == 0
+            report.count(len(rows) * span.bits.shape[0] * span.part.nbytes, zeroed)
+    if writes:
+        compiled_rows.write(writes)
+    return left
+
+
 def _fill_span(
     span: Span,
     group_runs: list[tuple[int, int, int]],
@@ -191,7 +219,7 @@ def _fill_span(
     ids: torch.Tensor | None = None,
 ) -> None:
     """Write one part of some layers of a group: in one launch where ``ids`` lie on a GPU, else run by run."""
-    source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
+    source = source_of(span, values)
     number = source.number(span.part.dtype)
     zeroed = span.part.zeros_only and number == 0
     kernel = _kernel(span.bits.device)

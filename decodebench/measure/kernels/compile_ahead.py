@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -221,7 +221,7 @@ class Modelled:
     layer_share: float
 
 
-@lru_cache(maxsize=None)
+@cache
 def _built(attention: Attention, sm: int) -> tuple[Launch, Built]:
     chip = next(c for c in CHIPS.values() if c.sm == sm)
     launch = attention.launches(((0, 4096),) * 8, chip)[0]
@@ -312,7 +312,7 @@ def state_layer(state: State, chip: Chip, batch: int) -> Modelled:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _state_code(state: State, sm: int) -> MachineCode:
     return build(state.launches(8)[-1], sm).code
 

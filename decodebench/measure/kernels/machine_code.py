@@ -137,6 +137,8 @@ def _innermost(instructions: tuple[Instruction, ...], labels: dict[str, int]) ->
         target = re.search(r"`\((\.L_x_\d+)\)", instruction.text)
         if instruction.operation == "BRA" and target and labels.get(target[1], end) < end:
             loops.append((labels[target[1]], end))
+    # a loop of a few instructions waits for a barrier: it is no loop over the data
+    loops = [(start, end) for start, end in loops if end - start > 12]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     bodies = [Loop(instructions[start : end + 1]) for start, end in inner]
     return max(bodies, key=lambda loop: loop.stall_cycles, default=None)

@@ -337,7 +337,7 @@ def attention_shape(
         dk1 + dk2 + (0 if latent else dv_tile), cache.itemsize, dv_tile, rows, exact, arch
     )
     if dv_tile > 256:
-        most = 64 if 90 <= arch < 100 and not fp8 and rows > 32 else 32
+        most = 64 if arch < 100 and not fp8 and not exact else 32
     else:
         most = 64
     decode = _decoder(fp8, arch)
@@ -369,9 +369,11 @@ def _tile(width: int, itemsize: int, dv_tile: int, rows: int, exact: bool, arch:
             return 16, 8, 3
         if rows > 32 and itemsize > 1 and 90 <= arch < 100:
             return 64, 8, 2  # two warpgroups' products on 64 query heads
+        if itemsize > 1 and arch >= 90 and arch < 120:
+            return 64, 8, 3
         return 32, 8, 3
     if exact:
-        return (32 if width * itemsize <= 1024 else 16), 8, 3
+        return (32, 4, 3) if width * itemsize <= 1024 else (16, 8, 3)
     wanted = 32768 if itemsize == 1 else 16384  # float8 products come cheaper in larger tiles
     tokens = max(32, min(128, 1 << (wanted // (width * itemsize)).bit_length() - 1))
     return tokens, 4, 3
