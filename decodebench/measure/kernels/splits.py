@@ -8,6 +8,7 @@ does it (``scheduler.cuh``), with the time of the busiest multiprocessor as the 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,8 @@ PROGRAM_COST = 1.5
 MERGE_COST = 1.0
 #: programs at which a multiprocessor's loads overlap fully; one alone waits for its own
 ENOUGH_PROGRAMS = 2
+#: least mean over largest load that a cut should have, where any cut has it
+EVEN = 0.75
 
 
 @dataclass(frozen=True)
@@ -70,36 +73,43 @@ def iterations(item: Item, tokens: int) -> int:
 
 
 def busiest_share(work: Sequence[Item], tiles: int, tokens: int, card: Card) -> float:
-    """Mean over largest load of a multiprocessor, in iterations; 1.0 is a perfect balance.
+    """Least possible over actual iterations of the busiest multiprocessor; 1.0 is a perfect balance.
 
-    ``tiles`` programs run each item (KV heads times tiles of their query group). Where there are fewer
-    tiles of tokens than multiprocessors, one tile each is the best that any cut can do.
+    ``tiles`` programs run each item (KV heads times tiles of their query group). No cut can give the
+    busiest one less than the mean, in whole iterations.
     """
-    loads, _ = _loads([iterations(item, tokens) for item in work], tiles, card, 0.0)
-    total = sum(loads)
-    return max(1.0, total / card.multiprocessors) / max(*loads, 1) if total else 1.0
+    found = _loads([iterations(item, tokens) for item in work], tiles, card, 0.0)
+    total = sum(load * count for load, _, count in found)
+    if not total:
+        return 1.0
+    return -(-total // card.multiprocessors) / max(load for load, _, _ in found)
 
 
-def _loads(sizes: Sequence[int], tiles: int, card: Card, start_cost: float) -> tuple[list[float], list[int]]:
-    """Load and programs of every multiprocessor: each program goes to the one with least to do."""
-    queue = [(0.0, k) for k in range(card.multiprocessors)]
-    held = [0] * card.multiprocessors
-    for size in sizes:
-        for _ in range(tiles):
-            load, k = heapq.heappop(queue)
-            held[k] += 1
-            heapq.heappush(queue, (load + size + start_cost, k))
-    loads = [0.0] * card.multiprocessors
-    for load, k in queue:
-        loads[k] = load
-    return loads, held
+def _loads(sizes: Sequence[int], tiles: int, card: Card, start_cost: float) -> list[tuple[float, int, int]]:
+    """(load, programs held, how many multiprocessors are so): each program goes to one with least to do.
+
+    Programs of one size are dealt to all multiprocessors of one load at once.
+    """
+    queue: list[tuple[float, int, int]] = [(0.0, 0, card.multiprocessors)]
+    for size, count in sorted(Counter(sizes).items(), reverse=True):
+        left = count * tiles
+        while left:
+            load, held, alike = heapq.heappop(queue)
+            while queue and queue[0][:2] == (load, held):
+                alike += heapq.heappop(queue)[2]
+            served = min(left, alike)
+            heapq.heappush(queue, (load + size + start_cost, held + 1, served))
+            if alike > served:
+                heapq.heappush(queue, (load, held, alike - served))
+            left -= served
+    return queue
 
 
 @lru_cache(maxsize=256)
 def best_chunk(
     ranges: tuple[tuple[int, int], ...], tiles: int, tokens: int, card: Card, merge_share: float
 ) -> int:
-    """The chunk, a multiple of ``tokens``, whose programs end first.
+    """The chunk, a multiple of ``tokens``, whose programs end first, among those that share the work evenly.
 
     ``tiles``: programs for one item. ``merge_share``: iterations that writing and reading one
     program's partial result takes, by its bytes. Pure arithmetic, so that every card can be judged
@@ -107,33 +117,30 @@ def best_chunk(
     """
     longest = max((-(-stop // tokens) - start // tokens for start, stop in ranges if stop > start), default=1)
     room = 16 * card.multiprocessors * card.programs + len(ranges) * tiles
-    best, best_cost = longest, float("inf")
+    best: tuple[bool, float, int] | None = None
     for count in _candidates(longest):
         work = items(ranges, count * tokens, tokens)
         if len(work) * tiles > room and count < longest:
             continue
-        cost = _cost(work, tiles, tokens, card, merge_share)
-        if cost < best_cost:
-            best, best_cost = count, cost
-    return best * tokens
+        uneven = busiest_share(work, tiles, tokens, card) < EVEN
+        found = (uneven, _cost(work, tiles, tokens, card, merge_share), count)
+        best = found if best is None or found < best else best
+    assert best is not None
+    return best[2] * tokens
 
 
 def _candidates(longest: int) -> list[int]:
-    """Chunk sizes in tiles worth a look: all small ones, then steps of a twelfth, and the whole."""
-    found, at = [], 1
-    while at < longest:
-        found.append(at)
-        at += max(1, at // 12)
-    return [*reversed(found), longest][::-1] if not found else [longest, *reversed(found)]
+    """Chunk sizes in tiles worth a look: the whole, what halves, thirds … need, and all small ones."""
+    parts = {-(-longest // n) for n in range(1, 65)}
+    return sorted(parts | set(range(1, min(longest, 16) + 1)), reverse=True)
 
 
 def _cost(work: Sequence[Item], tiles: int, tokens: int, card: Card, merge_share: float) -> float:
     """Iterations until the last program ends, merging included."""
     sizes = [iterations(item, tokens) for item in work]
     split = sum(item.part >= 0 for item in work)
-    loads, held = _loads(sizes, tiles, card, PROGRAM_COST)
     time = 0.0
-    for load, programs in zip(loads, held):
+    for load, programs, _ in _loads(sizes, tiles, card, PROGRAM_COST):
         live = min(programs, card.programs)
         if live:
             time = max(time, load * max(1.0, min(ENOUGH_PROGRAMS, card.programs) / live))
