@@ -416,7 +416,7 @@ def judge(rows: list[dict], limit: Bandwidth) -> list[str]:
         return max((row[column] for row in ok if wanted(row) and row.get(column)), default=None)
 
     def attention(row: dict) -> bool:
-        big = row.get("bytes_moved", 0) / max(1, row.get("layers") or 1) >= 0.5e9
+        big = (row.get("bytes_moved") or 0) / (row.get("layers") or 1) >= 0.5e9
         return row["kind"] == "full_attention" and row["kv_cache_dtype"] == "auto" and big
 
     halves = []
@@ -432,18 +432,18 @@ def judge(rows: list[dict], limit: Bandwidth) -> list[str]:
         ("latent attention, of its limit", best(lambda r: r["kind"] == "mla_attention", "limit_share"), 0.50),
         (
             "states from 64 MB, of their limit",
-            best(lambda r: r["kind"] in states and r.get("bytes_moved", 0) >= 64e6, "limit_share"),
+            best(lambda r: r["kind"] in states and (r.get("bytes_moved") or 0) >= 64e6, "limit_share"),
             0.85,
         ),
         (
             "constant fill from 1 GiB, of memset",
-            best(lambda r: r["kind"] == "constant" and r["fill_bytes"] >= 0.9 * 2**30, "of_memset"),
+            best(lambda r: r["kind"] == "constant" and (r.get("fill_bytes") or 0) >= 0.9 * 2**30, "of_memset"),
             0.90,
         ),
         (
             "noise fill from 1 GiB, of memset",
             best(
-                lambda r: r["what"] == "fill" and r["kind"] == "normal" and r["fill_bytes"] >= 0.9 * 2**30,
+                lambda r: r["what"] == "fill" and r["kind"] == "normal" and (r.get("fill_bytes") or 0) >= 0.9 * 2**30,
                 "of_memset",
             ),
             0.70,

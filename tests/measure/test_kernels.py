@@ -249,26 +249,6 @@ def test_triton_in_the_interpreter():
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 48, done.stdout[-300:]
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="interpreted functions do not compile")
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile_ahead_and_fit(arch):
-    from decodebench.measure.kernels import compile_ahead
-
-    built = compile_ahead.compile_ahead([arch])
-    assert {c.variant for c in built} == set(compile_ahead.variants())
-    assert not [c for c in built if not c.fits], [c for c in built if not c.fits]
-
-
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="interpreted functions do not compile")
-def test_kernels_compile_for_odd_strides():
-    from decodebench.measure.kernels import compile_ahead
-
-    names = ["attention bf16 4×128", "attention e4m3 4×128"]
-    assert all(c.fits for c in compile_ahead.compile_ahead([90], names, aligned=False))
-
-
 # --- on a GPU (none was at hand when these were written: they have never run) ---------------------------
 
 needs_gpu = pytest.mark.skipif(
@@ -291,8 +271,11 @@ def test_attention_on_a_gpu(entries, order):
     from decodebench.measure.kernels import triton_ops
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16, *FP8):
-        case, options = attention_case(entries, ((0, 90), (33, 88)), dtype=dtype, order=order)
-        check_attention(triton_ops, on_gpu(case), options)
+        case, options = attention_case(entries, ((0, 700), (33, 450)), dtype=dtype, order=order)
+        there = on_gpu(case)
+        for chunk in (4096, 96):  # one item a request, and many: at least three iterations somewhere
+            plan = triton_ops.prepare(*there[1:], chunk=chunk)
+            check_attention(triton_ops, there, options | {"plan": plan})
     case, options = attention_case(entries, RAGGED, heads=1, group=128, dk=576, dv=512, latent=True)
     check_attention(triton_ops, on_gpu(case), options)
 
@@ -303,11 +286,23 @@ def test_attention_on_a_gpu(entries, order):
 def test_states_on_a_gpu(kind):
     from decodebench.measure.kernels import triton_ops
 
-    _, parts, rows, inputs = state_case(kind, torch.float32)
-    want = reference.state_step(kind, {n: p.clone() for n, p in parts.items()}, rows, inputs)
-    moved = {n: p.cuda() for n, p in parts.items()}
-    got = triton_ops.state_step(kind, moved, rows.cuda(), {n: x.cuda() for n, x in inputs.items()})
-    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)
+    for dtype in (torch.float32, torch.bfloat16):
+        raw, parts, rows, inputs = state_case(kind, dtype)
+        there = raw.cuda()  # strided pages, as they lie in a cache
+        moved = {}
+        for name, part in parts.items():
+            at = part.storage_offset() * part.itemsize
+            moved[name] = there[:, at : at + part[0].nbytes].view(part.dtype).unflatten(1, part.shape[1:])
+        for step in range(3):
+            want = reference.state_step(kind, parts, rows, inputs)
+            got = triton_ops.state_step(kind, moved, rows.cuda(), {n: x.cuda() for n, x in inputs.items()})
+            rough = 1e-4 if dtype == torch.float32 and step == 0 else 2e-2
+            assert ((got.cpu().double() - want).norm() / want.norm()).item() <= rough
+        for name, part in parts.items():
+            left, exact = moved[name][rows.cuda()].cpu().double(), part[rows].double()
+            assert ((left - exact).norm() / exact.norm()).item() <= 2e-2
+        others = [b for b in range(len(raw)) if b not in rows.tolist()]
+        assert (there[others] == 0xFF).all() and (there[:, -48:] == 0xFF).all(), "a byte outside was written"
 
 
 @needs_gpu

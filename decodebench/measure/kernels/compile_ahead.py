@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from triton.runtime.jit import create_function_from_signature
 
 from decodebench.cache import triton_rows
 from decodebench.cache.triton_launch import Launch
-from decodebench.measure.kernels import triton_ops
+from decodebench.errors import DecodebenchError
+from decodebench.layout.plan import plan
+from decodebench.measure.kernels import splits, triton_ops
 from decodebench.measure.kernels.cards import (
     CHIPS,
     NODE_SECONDS,
@@ -40,6 +43,8 @@ from decodebench.measure.kernels.cards import (
 from decodebench.measure.kernels.machine_code import MachineCode, read
 from decodebench.measure.kernels.reference import state_inputs
 from decodebench.measure.kernels.splits import Card, best_chunk, items, iterations
+from decodebench.models.load import list_models
+from decodebench.models.specs import AttentionSpec
 
 #: architecture → shared memory one program may ask for, in bytes (CUDA programming guide, opt-in maximum)
 SHARED_LIMIT = {chip.sm: chip.program_shared_bytes for chip in CHIPS.values()}
@@ -196,11 +201,14 @@ def fill_launches() -> dict[str, Launch]:
 class Modelled:
     """A step of one layer on a card as its machine code promises it: a row of the table.
 
+    ``kernels``: ``source_hash`` of the kernels, or the commit of kernels that are no more.
+
     ``kernel_share``, ``layer_share``: the time that the bytes need at ``REACHABLE`` of the data sheet's
     bandwidth (for latent attention the products, where they take longer), over the modelled time of
     the main launch, and of all launches with ``NODE_SECONDS`` each.
     """
 
+    kernels: str
     kernel: str
     shape: str
     dtype: str
@@ -256,6 +264,7 @@ def attention_step(attention: Attention, chip: Chip, ranges: tuple[tuple[int, in
     kib, need = (x / 1024 for x in bytes_ahead(code, chip, tile_bytes, built.tiles_ahead))
     name = str(attention.dtype).removeprefix("torch.")
     return Modelled(
+        source_hash(),
         "attention",
         attention.name,
         name,
@@ -291,6 +300,7 @@ def state_layer(state: State, chip: Chip, batch: int) -> Modelled:
     seconds = limit * max(1.0, need / ahead) + len(launches) * 2 * 650e-9
     nodes = len(launches) * NODE_SECONDS
     return Modelled(
+        source_hash(),
         state.kind,
         state.name,
         str(state.dtype).removeprefix("torch."),
@@ -326,8 +336,46 @@ BATCHES = {
 }
 
 
-def modelled(cards: Iterable[str] = tuple(CHIPS)) -> Iterator[Modelled]:
-    """Every row of the table: attention over several batches, states at 64 MB and more."""
+def source_hash() -> str:
+    """What the kernels and their tiles are written as, in twelve digits: a table of other ones is out of date."""
+    files = (triton_ops.__file__, splits.__file__)
+    text = "".join(Path(file).read_text() for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def model_shapes() -> list[Attention]:
+    """Every attention shape that a model of ``data/models`` brings and a step takes, each once, plain and fp8."""
+    found: dict[Attention, Attention] = {}
+    for name in list_models():
+        for dtype in ("auto", "fp8"):
+            try:
+                layout = plan(name, memory="16TiB", kv_cache_dtype=dtype)
+            except DecodebenchError:
+                continue  # that model takes no such cache
+            for layer, spec in layout.layer_specs.items():
+                part = spec.parts()[0]
+                if not isinstance(spec, AttentionSpec) or part.zeros_only or layout.model is None:
+                    continue
+                latent = spec.head_size_v == 0
+                rank = spec.head_size - 64 if latent and spec.head_size > 64 else spec.head_size
+                heads = layout.model.query_heads(layer, 1)
+                entries, kv_heads, _ = part.shape
+                kind = getattr(torch, part.dtype)
+                dv = rank if latent else spec.head_size_v
+                shape = Attention(name, heads, kv_heads, spec.head_size, dv, entries, latent, kind)
+                q = torch.empty(1, heads, spec.head_size, device="meta")
+                view = torch.empty(1, kv_heads, entries, 1, dtype=kind, device="meta")
+                two_bytes = q if kind == torch.float32 else q.to(torch.bfloat16)
+                if triton_ops.can_attend(two_bytes, view, dv, 0) is None:
+                    found.setdefault(replace(shape, name=""), shape)
+    return list(found.values())
+
+
+def modelled(cards: Iterable[str] = tuple(CHIPS), every_model: bool = False) -> Iterator[Modelled]:
+    """Every row of the table: attention over several batches, states at 64 MB and more.
+
+    ``every_model``: also ``model_shapes``, at 8 × 4096, on one card of each architecture.
+    """
     for attention in ATTENTIONS:
         for card in cards:
             for ranges in BATCHES.values():
@@ -336,15 +384,21 @@ def modelled(cards: Iterable[str] = tuple(CHIPS)) -> Iterator[Modelled]:
         for card in cards:
             for batch in (8, max(8, -(-(64 << 20) // (2 * state.request_bytes)))):
                 yield state_layer(state, CHIPS[card], batch)
+    for attention in model_shapes() if every_model else ():
+        for card in ("A100", "H200", "B200"):
+            yield attention_step(attention, CHIPS[card], BATCHES["8 × 4096"])
 
 
 def main() -> None:
     """Print and write the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, help="a CSV file for the rows")
+    parser.add_argument(
+        "--out", type=Path, help="a CSV file for the rows; rows of other kernels in it are kept"
+    )
+    parser.add_argument("--every-model", action="store_true", help="also every shape of data/models")
     arguments = parser.parse_args()
     rows = []
-    for row in modelled():
+    for row in modelled(every_model=arguments.every_model):
         rows.append(asdict(row))
         print(
             f"{row.kernel:10s} {row.shape:13s} {row.dtype:14s} {row.card:5s} {row.batch:4d} × {row.context:14s} "
@@ -354,10 +408,19 @@ def main() -> None:
             flush=True,
         )
     if arguments.out:
+        rows = _others(arguments.out) + rows
         with arguments.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
+
+
+def _others(path: Path) -> list[dict]:
+    """Rows of a table that commits long gone have made."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["kernels"].startswith("commit ")]
 
 
 if __name__ == "__main__":

@@ -365,7 +365,7 @@ def attention_shape(
 def _tile(width: int, itemsize: int, dv_tile: int, rows: int, exact: bool, arch: int) -> tuple[int, int, int]:
     """(tokens of a tile, warps, stages): what ``compile_ahead`` found without spills and with loads ahead."""
     if dv_tile > 256:  # latent attention
-        if exact:
+        if exact or width * itemsize >= 2048:
             return 16, 8, 3
         if rows > 32 and itemsize > 1 and 90 <= arch < 100:
             return 64, 8, 2  # two warpgroups' products on 64 query heads
@@ -410,7 +410,7 @@ def can_attend(q: torch.Tensor, view: torch.Tensor, head_size_v: int, v_offset: 
     """Why these shapes are not for this backend, or None: tiles that no multiprocessor holds."""
     dk = q.shape[-1]
     wide = torch.float32 in (q.dtype, view.dtype)
-    if dk > (512 if wide else 1024) and not (dk == 576 and head_size_v == 512):
+    if dk > (256 if wide else 512) and not (dk == 576 and head_size_v == 512):
         return f"keys of {dk} numbers in {'float32' if wide else view.dtype} do not fit a program's memory"
     if view.dtype not in _TL and view.dtype not in _FP8:
         return f"cache dtype {view.dtype}"
