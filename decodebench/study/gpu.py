@@ -400,7 +400,7 @@ def line(row: dict) -> str:
         return f"{row['what']:6s} {row['kind']:10s} {row['gb_per_s']:8.1f} GB/s, {share:.0%} of {of}"
     state = "cold" if row["cold"] else "warm"
     return (
-        f"{row['model']:20s} {row['kind']:24s} {row['batch']:4d} × {row['context']:<6d} blocks of "
+        f"{row['model']:20s} {row['kind']:24s} {row['batch']:4d} × {row['context']!s:6s} blocks of "
         f"{row['block_size']:<4d} {row['kv_cache_dtype']:5s} {state} {seconds_text(row['median_s']):>9s} "
         f"{row['share_of_read']:5.0%} of read {row['limit_share']:5.0%} of limit"
         f"{' [' + row['throttles'] + ']' if row['throttles'] else ''}"
@@ -437,13 +437,19 @@ def judge(rows: list[dict], limit: Bandwidth) -> list[str]:
         ),
         (
             "constant fill from 1 GiB, of memset",
-            best(lambda r: r["kind"] == "constant" and (r.get("fill_bytes") or 0) >= 0.9 * 2**30, "of_memset"),
+            best(
+                lambda r: r["kind"] == "constant" and (r.get("fill_bytes") or 0) >= 0.9 * 2**30, "of_memset"
+            ),
             0.90,
         ),
         (
             "noise fill from 1 GiB, of memset",
             best(
-                lambda r: r["what"] == "fill" and r["kind"] == "normal" and (r.get("fill_bytes") or 0) >= 0.9 * 2**30,
+                lambda r: (
+                    r["what"] == "fill"
+                    and r["kind"] == "normal"
+                    and (r.get("fill_bytes") or 0) >= 0.9 * 2**30
+                ),
                 "of_memset",
             ),
             0.70,
