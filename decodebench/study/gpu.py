@@ -34,11 +34,11 @@ from decodebench.layout.reads import decode_work
 from decodebench.layout.shrink import shrink
 from decodebench.measure import card
 from decodebench.measure.bandwidth import Bandwidth, bandwidth, launch_seconds
+from decodebench.measure.journal import Journal
 from decodebench.measure.latency import measure_decode
 from decodebench.measure.provenance import provenance
 from decodebench.study.gpu_gate import GateFailed, checks
 from decodebench.study.gpu_rivals import rivals
-from decodebench.study.journal import Journal
 from decodebench.study.table import DTYPES
 from decodebench.words import seconds_text
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
+from decodebench.measure.journal import read_folder
 from decodebench.shipped import shipped
-from decodebench.study.journal import read_folder
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from decodebench.measure.journal import Journal
 from decodebench.show import gpu_panels
 from decodebench.study import gpu_results
-from decodebench.study.journal import Journal
 
 ROW = {
     "status": "ok",

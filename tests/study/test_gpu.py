@@ -7,8 +7,8 @@ from pretend_card import install_card, install_smi
 from decodebench.__main__ import main
 from decodebench.measure import card
 from decodebench.measure.bandwidth import Bandwidth
+from decodebench.measure.journal import read_folder
 from decodebench.study import gpu, gpu_gate, gpu_rivals
-from decodebench.study.journal import read_folder
 from decodebench.study.table import read
 
 SPEEDS = Bandwidth(4000.0, 4000.0, 4200.0, 4000.0, "cuda", 2 << 30, 700.0, 2e-6)

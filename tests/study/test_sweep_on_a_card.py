@@ -5,10 +5,10 @@ import torch
 from pretend_card import install_card, install_smi
 
 from decodebench.measure import card
+from decodebench.measure.journal import read_folder
 from decodebench.show import cells
 from decodebench.study import runners, sweep
 from decodebench.study.grid import cases
-from decodebench.study.journal import read_folder
 
 GRID = {"model": "tiny-llama", "measure": "decode", "context": [32, 48, 64, 80], "batch": 1, "memory": "1GiB"}
 
