@@ -147,8 +147,8 @@ def text_config(outer: Fields) -> tuple[Fields, str]:
 
 
 def kernel_block_size(family: Family, layers: list[Layer]) -> int:
-    """Tokens that the attention kernels take at once: 64 where attention is latent."""
-    if any(isinstance(layer, LatentLayer) for layer in layers):
+    """Tokens that the attention kernels take at once where the card does not say: 64 for sparse latents."""
+    if any(isinstance(layer, LatentLayer) and layer.sparse for layer in layers):
         return max(64, family.kernel_block_size)
     return family.kernel_block_size if family.kernel_block_size != 64 else 16
 
