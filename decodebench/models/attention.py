@@ -450,3 +450,27 @@ def read_telechat(f: Fields, root: str) -> list[Layer]:
     size = f.optional("head_dim") or f.integer("hidden_size") // count
     length = f.layer_count("n_layer", "num_hidden_layers")
     return [AttentionLayer(f"{root}.{i}.self_attn.attn", count, kv_heads, size) for i in range(length)]
+
+
+def read_every_other(f: Fields, root: str) -> list[Layer]:
+    """Attention and experts are counted as layers in turns: attention has the even numbers."""
+    return [AttentionLayer(f"{root}.{2 * i}.mixer.attn", *heads(f)) for i in range(f.layer_count())]
+
+
+def read_hrm_text(f: Fields, root: str) -> list[Layer]:
+    """Two stacks that run in cycles; each step of a cycle has caches of its own.
+
+    The low stack runs ``L_cycles`` times, then the high stack once, and all that ``H_cycles`` times.
+    """
+    high, low = f.integer("H_cycles"), f.integer("L_cycles")
+    depth = f.layer_count("num_layers_per_stack")
+    steps = {
+        "L_module": [h * (low + 1) + i for h in range(high) for i in range(low)],
+        "H_module": [h * (low + 1) + low for h in range(high)],
+    }
+    return [
+        AttentionLayer(f"{root}.{stack}.layers.{step * depth + i}.self_attn.attn", *heads(f))
+        for stack, turns in steps.items()
+        for i in range(depth)
+        for step in turns
+    ]

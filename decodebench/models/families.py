@@ -38,6 +38,8 @@ class Family:
     memory_order: str = "LBNHC"
     #: KV cache dtype that stands for "auto" and for the fp8 ones
     kv_cache_dtype: str = "auto"
+    #: states alone: an engine reuses no prefixes unless it is told to
+    attention_free: bool = False
 
 
 def attending(
@@ -79,7 +81,7 @@ def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments) -
         "index_n_heads": 64,
         "index_head_dim": 128,
     }
-    return Family(read, arguments, defaults, kernel_block_size=64)
+    return Family(read, arguments, defaults)
 
 
 DELTA_NET = {
@@ -206,6 +208,9 @@ FAMILIES: dict[str, Family] = {
         }.items()
     },
     "granitemoe_swa": attending(2048, sliding_window=128, types=first_of(4)),
+    "hrm_text": Family(attention.read_hrm_text, defaults={"max_position_embeddings": 4096}, root="model"),
+    "muse_glimmer_text": attending(262144, sliding_window=512),
+    "cosmos3_edge_text": Family(attention.read_every_other, defaults={"max_position_embeddings": 262144}),
     "vaultgemma": attending(8192, kv_heads=4, head_dim=256, sliding_window=4096, types=every(2)),
     "bailing_moe": full(16384, path="attention.attn"),
     "bailing_moe_v2": full(16384, path="attention.attn"),
@@ -317,7 +322,7 @@ FAMILIES: dict[str, Family] = {
         latent.read_unabsorbed,
         defaults={"max_position_embeddings": 32768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
     ),
-    "kimi_linear": Family(latent.read_kimi, defaults={"max_position_embeddings": 4096}, kernel_block_size=64),
+    "kimi_linear": Family(latent.read_kimi, defaults={"max_position_embeddings": 4096}),
     "axk1": mla(latent.read_deepseek, 32768),
     "pangu_ultra_moe": mla(latent.read_latent, 131072),
     "sarvam_mla": mla(latent.read_latent, 4096),
@@ -332,7 +337,6 @@ FAMILIES: dict[str, Family] = {
     "glm5_next_text": Family(
         indexed.read_glm5_next,
         defaults={
-            "num_hidden_layers": 45,
             "num_attention_heads": 64,
             "max_position_embeddings": 1048576,
             "kv_lora_rank": 512,
@@ -374,6 +378,18 @@ FAMILIES: dict[str, Family] = {
         memory_order="BLHNC",
         kv_cache_dtype="fp8_ds_mla",
     ),
+    "deepseek_v41_text": Family(
+        packed.read_deepseek_v41,
+        defaults={
+            "max_position_embeddings": 1048576,
+            "head_dim": 512,
+            "sliding_window": 128,
+            "index_head_dim": 128,
+        },
+        kernel_block_size=64,
+        memory_order="BLHNC",
+        kv_cache_dtype="fp8_ds_mla",
+    ),
     # states
     "jamba": Family(
         state.read_jamba,
@@ -387,8 +403,8 @@ FAMILIES: dict[str, Family] = {
             "mamba_expand": 2,
         },
     ),
-    "mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
-    "falcon_mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
+    "mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers", attention_free=True),
+    "falcon_mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers", attention_free=True),
     "mamba2": Family(
         state.read_mamba2,
         defaults={
@@ -400,6 +416,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64,
         },
         root="backbone.layers",
+        attention_free=True,
     ),
     "nemotron_h": Family(
         state.read_nemotron_h, defaults=NEMOTRON_H, ssm_dtype=("mamba_ssm_cache_dtype", "float32")

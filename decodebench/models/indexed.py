@@ -111,7 +111,11 @@ def read_glm5_next(f: Fields, root: str) -> list[Layer]:
             )
             continue
         index, width = f.integer("index_n_heads"), f.integer("index_head_dim")
-        layers.append(IndexerLayer(f"{name}.indexer.k_cache", index, width, ratio, kernel_tokens=64 * ratio, grain=32 * ratio))
+        layers.append(
+            IndexerLayer(
+                f"{name}.indexer.k_cache", index, width, ratio, kernel_tokens=64 * ratio, grain=32 * ratio
+            )
+        )
         layers.append(
             RingLayer(
                 f"{name}.indexer.tail_cache", ratio, width, slots=2, doubles=True, split_by_context=False

@@ -165,8 +165,11 @@ class LatentLayer:
         cache_dtype = r.kv_cache_dtype
         if self.sparse and cache_dtype.startswith("fp8") and cache_dtype != "fp8_ds_mla":
             cache_dtype = DEVICES[r.device].sparse_fp8 if cache_dtype != "fp8_e5m2" else cache_dtype
-        if cache_dtype == "fp8_ds_mla" and not self.sparse:
-            cache_dtype = "fp8"
+        if cache_dtype.endswith("_ds_mla") and not self.sparse:
+            raise OptionError(
+                f"kv_cache_dtype = {cache_dtype!r}: only sparse latent attention packs its rows so, and layer "
+                f"{self.name} is dense: use auto or fp8"
+            )
         packed = PACKED_LATENT_BYTES.get(cache_dtype)
         if packed is None and packed_heads(replace(r, kv_cache_dtype=cache_dtype), 1, self.head_size, 0):
             raise OptionError(

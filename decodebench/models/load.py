@@ -12,7 +12,7 @@ from pathlib import Path
 
 from decodebench.models.families import FAMILIES, Family
 from decodebench.models.fields import ConfigError, Fields, read_config
-from decodebench.models.generic import GENERIC
+from decodebench.models.generic import GENERIC, unread_fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, model_length
 from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
@@ -64,12 +64,18 @@ def read_model(config: Mapping, name: str) -> Model:
     model_type = f.get("model_type") or outer.get("model_type")
     if not isinstance(model_type, str):
         raise outer.missing("model_type")
+    if outer.values.get("model_type", model_type) in ENCODERS:
+        raise ConfigError(
+            f"{name}: model_type = {model_type!r} only encodes: an engine keeps no cache for it, there is "
+            "nothing to plan"
+        )
     family = FAMILIES.get(TEXT_TYPES.get(model_type, model_type)) or FAMILIES.get(f"{model_type}_text")
     generic = family is None
     family = family or GENERIC
     f = f.with_defaults(family.defaults)
     try:
-        found = family.read(f, prefix + family.root, **family.arguments)
+        root = TEXT_ROOTS.get(str(outer.values.get("model_type")), prefix + family.root)
+        found = family.read(f, root, **family.arguments)
     except ConfigError as error:
         if not generic:
             raise
@@ -95,6 +101,8 @@ def read_model(config: Mapping, name: str) -> Model:
         if family.kv_cache_dtype != "auto"
         else checkpoint_kv_dtype(outer),
         memory_order=family.memory_order,
+        attention_free=family.attention_free,
+        unread_fields=unread_fields(f) if generic else (),
         fields_used=tuple(sorted(f.used)),
         **lengths,
     )
@@ -117,6 +125,8 @@ TEXT_TYPES = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
     "mistral3": "mistral",
+    "diffusion_gemma_text": "gemma4_text",
+    "qwen3_5_omni_text": "qwen3_5_text",
 }
 #: multimodal model type → path of its language model; "language_model." where it has a text config
 TEXT_PREFIXES = {
@@ -127,6 +137,28 @@ TEXT_PREFIXES = {
     "minicpmv": "llm.",
     "qwen2_vl": "language_model.",
     "qwen2_5_vl": "language_model.",
+    "inkling_mm_model": "",
+    "muse_glimmer": "",
+    "diffusion_gemma": "",
+}
+#: multimodal model type → path of its decoder layers, where it is not the language model's own
+TEXT_ROOTS = {
+    "clip": "text_model.encoder.layers",
+    "idefics3": "model.text_model.layers",
+    "smolvlm": "model.text_model.layers",
+}
+#: model types that encode only: an engine keeps no cache for them
+ENCODERS = {
+    "bert",
+    "colmodernvbert",
+    "embedding_gemma2",
+    "gte",
+    "modernbert",
+    "nomic_bert",
+    "openai_privacy_filter",
+    "roberta",
+    "siglip",
+    "xlm-roberta",
 }
 
 
@@ -150,7 +182,7 @@ def kernel_block_size(family: Family, layers: list[Layer]) -> int:
     """Tokens that the attention kernels take at once where the card does not say: 64 for sparse latents."""
     if any(isinstance(layer, LatentLayer) and layer.sparse for layer in layers):
         return max(64, family.kernel_block_size)
-    return family.kernel_block_size if family.kernel_block_size != 64 else 16
+    return family.kernel_block_size
 
 
 def state_dtype(f: Fields, field: str, default: str) -> str:

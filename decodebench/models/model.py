@@ -53,6 +53,10 @@ class Model:
     #: KV cache dtype that the checkpoint asks for
     kv_cache_dtype: str = "auto"
     memory_order: str = "LBNHC"
+    #: states alone: an engine reuses no prefixes unless it is told to
+    attention_free: bool = False
+    #: fields that were not read and whose names speak of a cache; only a generic reading has any
+    unread_fields: tuple[str, ...] = ()
     #: the config.json's fields that shaped the layers
     fields_used: tuple[str, ...] = ()
 
@@ -61,6 +65,17 @@ class Model:
         """name → the layer's facts, those of shared layers included."""
         own = {layer.name: layer for layer in self.layers}
         return own | {name: replace(own[target], name=name) for name, target in self.shared_layers.items()}
+
+    @property
+    def reading(self) -> str | None:
+        """What an unknown family's layers rest on, in one sentence; None where a reader knows the family."""
+        if not self.generic:
+            return None
+        unread = ", ".join(self.unread_fields)
+        return (
+            f"no reader knows model_type {self.model_type!r}: read generically, by the names of its fields alone"
+            + (f"; not read, though they may change the cache: {unread}" if unread else "")
+        )
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -129,8 +144,8 @@ class Model:
         if not self.has_states:
             return resolved
         caching = options.enable_prefix_caching
-        if caching is None:  # vLLM turns it on where there is attention
-            caching = not all(isinstance(layer, StateLayer) for layer in self.layers)
+        if caching is None:
+            caching = not self.attention_free
         mode = "align" if caching else "none"
         resolved = replace(resolved, mamba_cache_mode=mode)
         if aligned:
