@@ -54,7 +54,16 @@ def load_model(config: Model | str | Path | Mapping) -> Model:
     if isinstance(config, Mapping):
         return read_model(config, "config")
     values, name = read_config(config, DATA)
-    return read_model(values, name)
+    return read_model(values | modelopt_config(config, values), name)
+
+
+def modelopt_config(config: str | Path, values: Mapping) -> dict:
+    """The quantization that ModelOpt leaves in hf_quant_config.json beside a config without its own."""
+    path = Path(config).expanduser()
+    beside = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
+    if str(config) == "-" or not path.exists() or values.get("quantization_config") or not beside.is_file():
+        return {}
+    return {"quantization_config": read_config(beside, DATA)[0]}
 
 
 def read_model(config: Mapping, name: str) -> Model:

@@ -337,7 +337,8 @@ def checkpoint_kv_dtype(f: Fields) -> str:
         return "auto"
     scheme = quant.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        return {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits"), "auto")
+        # compressed-tensors knows fp8 caches alone: 4 bits there are not nvfp4
+        return "fp8" if scheme.get("num_bits") == 8 else "auto"
     inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
     algorithm = str(inner.get("kv_cache_quant_algo") or "").lower()
     return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(algorithm, "auto")
