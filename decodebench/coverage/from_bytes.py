@@ -56,15 +56,14 @@ def audit(
 
     ``values``: what the fill wrote (default: ``fill_cache``'s default). ``report``: what the fill
     says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
-    compared with the bytes'. ``resident``: what a prefix
-    hit's blocks held before (filled by a request outside this batch); without it they count as
-    covered where they hold anything but poison. ``admitted``: the batch as it was filled, where
-    ``batch`` is a later state of it: rows that decode steps wrote into are covered unless they are
-    still poison. ``startup_fill``: everything was written once before, so that only what is
-    required is judged.
+    compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
+    request outside this batch); without it they count as covered where they hold anything but
+    poison. ``admitted``: the batch as it was filled, where ``batch`` is a later state of it: rows
+    that decode steps wrote into are covered unless they are still poison. ``startup_fill``:
+    everything was written once before, so that only what is required is judged.
 
-    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache that was
-    allocated without poison. Whoever binds an engine's tensors has to poison them.
+    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache
+    that was allocated without poison. Whoever binds an engine's tensors has to poison them.
     """
     if cache.initial not in ("poison", None):
         raise CoverageError(
@@ -332,7 +331,8 @@ def _adopt_touched(tally: Tally, plan: Audit) -> None:
         blocks = [b for b in f.blocks.tolist() if (layout.groups[f.group].pool, b) not in seen]
         if f.state in TOUCHED and blocks:
             layer = None if f.layer is None else layout.groups[f.group].layer_names.index(f.layer)
-            tally.find(f.group, layer, blocks, f.state, f.detail, requests.get(f.request))
+            request = None if f.request is None else requests.get(f.request)
+            tally.find(f.group, layer, blocks, f.state, f.detail, request)
 
 
 def _disagreements(
@@ -348,8 +348,8 @@ def _disagreements(
     ids = rows_of(layout, report)
     overwritten = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
     written = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
-    for group, rows in enumerate(ids):
-        written[layout.groups[group].pool][rows] = True
+    for number, rows in enumerate(ids):
+        written[layout.groups[number].pool][rows] = True
     for finding in plan.findings:
         if finding.state == "clobbered":
             overwritten[layout.groups[finding.group].pool][finding.blocks] = True

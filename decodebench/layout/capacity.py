@@ -93,7 +93,11 @@ class Ceilings:
     longest_length: int
 
     def __str__(self) -> str:
-        states = "" if self.state_sequences is None else f"at most {self.state_sequences:,} sequences have a state; "
+        states = (
+            ""
+            if self.state_sequences is None
+            else f"at most {self.state_sequences:,} sequences have a state; "
+        )
         return (
             f"{states}{self.short_requests:,} one-token requests fit; prefixes are reused in multiples of "
             f"{self.reuse_tokens:,} tokens; the longest request that fits alone has {self.longest_length:,} tokens"
@@ -103,7 +107,9 @@ class Ceilings:
 def ceilings(layout: Placed) -> Ceilings:
     """Bounds of a layout other than concurrency at one length (see ``Ceilings``)."""
     sizes = [
-        layout.tokens_per_block(g) for g, group in enumerate(layout.groups) if not group.kv_cache_spec.bookkeeping
+        layout.tokens_per_block(g)
+        for g, group in enumerate(layout.groups)
+        if not group.kv_cache_spec.bookkeeping
     ]
     resolved = layout.resolved.block_size if layout.resolved else min(sizes, default=1)
     holds_state = any(group.kv_cache_spec.holds_state for group in layout.groups)
@@ -134,6 +140,7 @@ def request_blocks(layout: Placed, length: int) -> list[int]:
 
 
 def by_pool(layout: Placed, blocks: Sequence[int]) -> list[int]:
+    """Blocks of each group, summed by the pool they come from."""
     pools = [0] * len(layout.pool_num_blocks)
     for group, count in zip(layout.groups, blocks):
         pools[group.pool] += count

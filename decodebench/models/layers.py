@@ -173,8 +173,8 @@ class LatentLayer:
         packed = PACKED_LATENT_BYTES.get(cache_dtype)
         if packed is None and packed_heads(replace(r, kv_cache_dtype=cache_dtype), 1, self.head_size, 0):
             raise OptionError(
-                f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention "
-                "(MLA): use auto, fp8 or fp8_ds_mla"
+                f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): use "
+                "auto, fp8 or fp8_ds_mla"
             )
         common = {
             "block_size": r.block_size,
@@ -333,8 +333,8 @@ class StateLayer:
         )
 
     def shapes(self, tp: int, num_speculative_tokens: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the state's tensors on one rank: convolution ``(tokens, channels)``, then the recurrent
-        one.
+        """Shapes of the state's tensors on one rank: convolution ``(tokens,
+        channels)``, then the recurrent one.
         """
         return STATE_SHAPES[self.mixer](self, 1 if self.replicated else tp, num_speculative_tokens)
 

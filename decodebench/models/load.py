@@ -112,6 +112,7 @@ def read_model(config: Mapping, name: str) -> Model:
         memory_order=family.memory_order,
         attention_free=family.attention_free,
         unread_fields=unread_fields(f) if generic else (),
+        config=config,
         fields_used=tuple(sorted(f.used)),
         **lengths,
     )

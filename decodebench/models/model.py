@@ -57,6 +57,8 @@ class Model:
     attention_free: bool = False
     #: fields that were not read and whose names speak of a cache; only a generic reading has any
     unread_fields: tuple[str, ...] = ()
+    #: the parsed config.json that it was read from
+    config: Mapping = field(default_factory=dict, repr=False, compare=False)
     #: the config.json's fields that shaped the layers
     fields_used: tuple[str, ...] = ()
 
