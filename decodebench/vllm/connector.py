@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import get_world_group, model_parallel_is_i
 from vllm.logger import init_logger
 
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
+from decodebench.errors import DecodebenchError
 from decodebench.layout.pool import RequestBlocks
 from decodebench.vllm.launch import request_amx
 from decodebench.vllm.options import Options, check_version, parse
@@ -42,6 +43,10 @@ class StepMetadata(KVConnectorMetadata):
         fills = (replace(fill, rows=tuple(fill.rows[g] for g in kept)) for fill in self.fill.requests)
         admitted, running = (tables_of(requests, kept) for requests in (self.admitted, self.running))
         return StepMetadata(ConnectorMetadata(tuple(fills)), admitted, running, self.counters)
+
+
+class RequestRefused(DecodebenchError):
+    """A request for something that only a prompt which is computed can give."""
 
 
 class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
@@ -79,6 +84,11 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler -------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+        if getattr(request.sampling_params, "prompt_logprobs", None) is not None:
+            raise RequestRefused(
+                f"request {request.request_id!r} asks for prompt_logprobs, but a prompt that is stood in for is "
+                "never computed and has none: send it without them, or to an engine without this connector"
+            )
         # a preempted request lost its blocks, however much of them the prefix cache gives back
         if request.num_preemptions > self._preemptions.setdefault(request.request_id, 0):
             self._preemptions[request.request_id] = request.num_preemptions
