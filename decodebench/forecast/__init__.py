@@ -1,4 +1,4 @@
-"""What hardware and traffic one does not have would do: bound, simulate, recommend.
+"""Hardware and traffic that one does not have: what a decode step must cost, and what it is likely to.
 
-May use ``models`` and ``layout``. Loads neither torch nor numpy nor pandas before a function is called.
+Built on ``models`` and ``layout`` alone. Loads neither torch nor numpy nor pandas at import.
 """
