@@ -135,8 +135,9 @@ class State(NamedTuple):
     N_PREFILLED,
     N_IN_ORDER,
     N_SCHEDULED,
+    N_HITS,
     N_COUNTERS,
-) = range(21)
+) = range(22)
 X_NOW, X_BUSY, X_RUNNING, X_WAITING, X_SUMS = range(5)
 
 

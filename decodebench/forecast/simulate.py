@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +32,7 @@ from decodebench.specs import (
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
 
 POLICIES = {"fcfs": scheduler.FIRST_COME, "shortest": scheduler.SHORTEST_FIRST}
 
@@ -284,6 +286,18 @@ def _whole(column: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 # -- what came of it -------------------------------------------------------------------------------
 
+LATENCIES = {
+    "queue": "waiting to be admitted",
+    "ttft": "time to first token",
+    "tpot": "time per further token",
+    "latency": "whole request",
+}
+
+
+def seconds_text(value: float) -> str:
+    """A time for reading: 12.3 ms, 4.56 s."""
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:,.3g} s" if value < 1000 else f"{value:,.0f} s"
+
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
@@ -314,3 +328,205 @@ class Simulation:
     def seconds(self) -> float:
         """From the first arrival to the last token."""
         return float(self.state.x[scheduler.X_NOW])
+
+    @property
+    def finished(self) -> int:
+        return self.count(scheduler.N_DONE)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that came out, of requests that are not finished as well."""
+        return self.count(scheduler.N_DECODED)
+
+    @cached_property
+    def latencies(self) -> dict[str, np.ndarray]:
+        """Seconds of each finished request: queue, ttft (arrival to first token), tpot (between tokens, after
+        the first; nan where there is only one), latency (arrival to last token).
+        """
+        import numpy as np
+
+        done = self.requests.times[scheduler.FINISH] >= 0
+        arrival, scheduled, first, finish = self.requests.times[:, done]
+        later = self.requests.tokens[scheduler.OUTPUT, done] - 1
+        with np.errstate(invalid="ignore", divide="ignore"):
+            tpot = np.where(later > 0, (finish - first) / later, np.nan)
+        return {
+            "queue": scheduled - arrival,
+            "ttft": first - arrival,
+            "tpot": tpot,
+            "latency": finish - arrival,
+        }
+
+    def good(self, ttft: float = float("inf"), tpot: float = float("inf")) -> np.ndarray:
+        """Which finished requests met limits in seconds (a request of one token has no tpot to miss)."""
+        import numpy as np
+
+        found = self.latencies
+        return (found["ttft"] <= ttft) & (np.isnan(found["tpot"]) | (found["tpot"] <= tpot))
+
+    def table(self) -> pd.DataFrame:
+        """One row a request that was served: what was asked, seconds of ``latencies``, preemptions."""
+        import numpy as np
+        import pandas as pd
+
+        tokens, times = self.requests
+        done = times[scheduler.FINISH] >= 0
+        rows = pd.DataFrame(
+            {
+                "request": self.served,
+                "arrival_s": times[scheduler.ARRIVAL],
+                "prompt_tokens": tokens[scheduler.PROMPT],
+                "output_tokens": tokens[scheduler.OUTPUT],
+                "preemptions": tokens[scheduler.PREEMPTIONS],
+                "finished": done,
+            }
+        )
+        for name, seconds in self.latencies.items():
+            column = np.full(len(rows), np.nan)
+            column[done] = seconds
+            rows[f"{name}_s"] = column
+        return rows
+
+    def facts(self, ttft: float = float("inf"), tpot: float = float("inf")) -> dict:
+        """The simulation as one row of numbers; ``ttft`` and ``tpot`` are the limits of goodput, in seconds."""
+        import numpy as np
+
+        n, x = self.count, self.state.x
+        busy, seconds = float(x[scheduler.X_BUSY]), self.seconds
+        over_time = max(seconds, 1e-300)
+        row = {
+            "requests": len(self.traffic),
+            "refused": sum(self.refused.values()),
+            "finished": self.finished,
+            "seconds": seconds,
+            "busy": busy / over_time,
+            "running": float(x[scheduler.X_RUNNING]) / max(busy, 1e-300),
+            "waiting": float(x[scheduler.X_WAITING]) / max(busy, 1e-300),
+            "steps": n(scheduler.N_STEP),
+            "preemptions": n(scheduler.N_PREEMPTIONS),
+            "recomputed_tokens": n(scheduler.N_RECOMPUTED),
+            "prefix_hit_rate": self.prefix_hit_rate,
+            "output_tokens_per_second": self.output_tokens / over_time,
+            "prompt_tokens_per_second": n(scheduler.N_PREFILLED) / over_time,
+            "requests_per_second": self.finished / over_time,
+            "goodput": float(self.good(ttft, tpot).sum()) / over_time,
+        }
+        for name, values in self.latencies.items():
+            known = values[~np.isnan(values)]
+            for q in (50, 95, 99):
+                row[f"{name}_p{q}_s"] = float(np.percentile(known, q)) if len(known) else None
+        return row
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts' tokens that were found in the prefix cache."""
+        hits = self.count(scheduler.N_HITS)
+        return hits / max(hits + self.count(scheduler.N_PREFILLED), 1)
+
+    def over_time(self) -> pd.DataFrame:
+        """How things stood at some hundred steps: running and waiting requests, preemptions so far, and the
+        pools' bytes by cause: content, last_block (slots of held blocks without a token that is read),
+        padding (pages and layers that groups are padded with), free.
+        """
+        import numpy as np
+        import pandas as pd
+
+        rows = self.state.samples[: self.count(scheduler.N_SAMPLES)]
+        columns = self.groups.shape[1]
+        start = len(scheduler.SAMPLE)
+        table = pd.DataFrame(rows[:, :start], columns=scheduler.SAMPLE)
+        weight = self.groups[scheduler.WEIGHT]
+        held = rows[:, start : start + columns] * weight
+        filled = np.minimum(rows[:, start + columns :] * weight, held)
+        page = np.array([np.mean([_content_bytes(self.layout, i) for i in group]) for group in self.members])
+        whole = np.array([self.layout.bytes_per_block(int(p)) for p in self.groups[scheduler.POOL]])
+        table["content_bytes"] = filled @ page
+        table["last_block_bytes"] = (held - filled) @ page
+        table["padding_bytes"] = held @ (whole - page)
+        usable = sum(
+            (b - 1) * self.layout.bytes_per_block(p) for p, b in enumerate(self.layout.pool_num_blocks)
+        )
+        table["free_bytes"] = usable - held @ whole
+        return table
+
+    def __str__(self) -> str:
+        row = self.facts()
+        lines = [
+            f"{self.layout.model.name if self.layout.model else 'layout'} ({self.layout.grouping}) serves "
+            f"{self.traffic.name}: {row['finished']:,} of {row['requests']:,} requests in "
+            f"{row['seconds']:,.0f} s" + (", interrupted" if self.interrupted else ""),
+            f"  {row['running']:.1f} run and {row['waiting']:.1f} wait while it is busy "
+            f"({row['busy']:.0%} of the time); {row['output_tokens_per_second']:,.0f} tokens a second",
+            f"  {row['preemptions']:,} preemptions ({row['recomputed_tokens']:,} tokens computed again); "
+            f"prefix hits {row['prefix_hit_rate']:.1%} of prompt tokens",
+        ]
+        for name, title in LATENCIES.items():
+            values = [row[f"{name}_p{q}_s"] for q in (50, 95, 99)]
+            if None not in values:
+                lines.append(
+                    f"  {title}: "
+                    + ", ".join(f"p{q} {seconds_text(v)}" for q, v in zip((50, 95, 99), values))
+                )
+        lines += [f"  refused: {count:,} {reason}" for reason, count in self.refused.items()]
+        return "\n".join(lines)
+
+
+def _content_bytes(layout: KVCacheConfig, group: int) -> int:
+    """Bytes of one block of a group that its layers fill."""
+    return sum(spec.unpadded_page_size_bytes for spec in layout.groups[group].layer_specs)
+
+
+# -- two side by side ------------------------------------------------------------------------------
+
+#: parts that traffic is cut into, in the order of arrival, to see how much differences vary
+PARTS = 20
+
+
+def compare_simulations(
+    a: Simulation, b: Simulation, ttft: float = float("inf"), tpot: float = float("inf")
+) -> pd.DataFrame:
+    """Two simulations of the same traffic, request by request: a row a metric, with ``b`` less ``a``.
+
+    Requests that both finished are paired and cut, in the order of arrival, into ``PARTS`` parts; ``low`` and
+    ``high`` bound the mean difference at 95 % by how much it varies between parts; ``distinguishable`` says
+    whether they leave out 0. ``better``: share of requests for which ``b`` is lower. Raises
+    ``SimulationError`` where the traffic differs.
+    """
+    import numpy as np
+    import pandas as pd
+
+    if a.traffic is not b.traffic and not (
+        len(a.traffic) == len(b.traffic)
+        and np.array_equal(a.traffic.arrival, b.traffic.arrival)
+        and np.array_equal(a.traffic.prompt, b.traffic.prompt)
+        and np.array_equal(a.traffic.output, b.traffic.output)
+    ):
+        raise SimulationError(
+            f"simulations of different traffic ({a.traffic.name}; {b.traffic.name}): compare on the same requests"
+        )
+    sides = [s.table().set_index("request").assign(good=0.0) for s in (a, b)]
+    for side, s in zip(sides, (a, b)):
+        side.loc[side["finished"], "good"] = s.good(ttft, tpot).astype(float)
+    common = sides[0].index[sides[0]["finished"]].intersection(sides[1].index[sides[1]["finished"]])
+    rows = []
+    for metric in ("queue_s", "ttft_s", "tpot_s", "latency_s", "preemptions", "good"):
+        x, y = (side.loc[common, metric].to_numpy(float) for side in sides)
+        difference = y - x
+        parts = [part[~np.isnan(part)] for part in np.array_split(difference, PARTS)]
+        means = np.array([part.mean() for part in parts if len(part)])
+        spread = 2.09 * means.std(ddof=1) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+        centre = float(np.nanmean(difference)) if len(difference) else float("nan")
+        rows.append(
+            {
+                "metric": metric,
+                "a": float(np.nanmean(x)) if len(x) else None,
+                "b": float(np.nanmean(y)) if len(y) else None,
+                "difference": centre,
+                "low": centre - spread,
+                "high": centre + spread,
+                "distinguishable": bool(abs(centre) > spread),
+                "better": float((difference < 0).mean()) if len(difference) else None,
+                "requests": len(common),
+            }
+        )
+    return pd.DataFrame(rows)
