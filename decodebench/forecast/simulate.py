@@ -15,9 +15,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
-from decodebench.forecast import scheduler
+from decodebench.forecast import prefix_cache, scheduler
 from decodebench.forecast.scheduler import Costs, Requests, State
-from decodebench.forecast.traffic import Traffic
+from decodebench.forecast.traffic import Segments, Traffic
 from decodebench.layout import KVCacheConfig
 from decodebench.specs import (
     AttentionSpec,
@@ -150,15 +150,18 @@ def simulate(
     settings: Settings = Settings(),
     *,
     progress: bool | None = None,
+    prefix_caching: bool | None = None,
     plain: bool = False,
     trace: int = 0,
 ) -> Simulation:
     """Serve ``traffic`` on ``layout``; see ``Simulation`` for what comes of it.
 
     Requests that the layout serves under no circumstances are refused and counted; answers end at the
-    longest length that it serves. ``progress``: a bar; by default where stderr is a terminal. Ctrl-C ends
-    the simulation early and keeps what was simulated. ``plain``: do not use numba's compiled loops.
-    ``trace``: so many first steps are written down (``Simulation.trace``).
+    longest length that it serves. ``prefix_caching``: whether blocks are named and found again; by default
+    where the layout was planned for it and the traffic shares prefixes (True also lets a request that gave
+    way find its own blocks; blocks that are only counted are computed again). ``progress``: a bar; by default
+    where stderr is a terminal. Ctrl-C ends the simulation early and keeps what was simulated. ``plain``: do
+    not use numba's compiled loops. ``trace``: so many first steps are written down (``Simulation.trace``).
     Raises ``SimulationError`` where no request can be served at all.
     """
     import numpy as np
@@ -177,19 +180,32 @@ def simulate(
     states = groups[scheduler.KIND] == scheduler.STATE
     aligned = int(groups[scheduler.BLOCK, states].max(initial=0))
     steps = np.zeros((trace, 4), np.int64)
-    arguments = (
-        groups,
-        state,
-        requests,
-        step_time.costs(layout, groups, members, budget),
+    if prefix_caching is None:
+        planned = layout.options is None or layout.options.enable_prefix_caching
+        prefix_caching = traffic.segments is not None and planned
+    if prefix_caching and not settings.prefill:
+        raise SimulationError(
+            "prefix caching with prefill=False: who stands in for a prompt's tokens needs no hits; simulate "
+            "traffic.without_sharing()"
+        )
+    rest = (
         settings.max_num_seqs,
         budget,
         aligned,
         bool(groups[scheduler.CHECKPOINT, states].all()),
         POLICIES[settings.scheduling_policy],
-        settings.prefill,
     )
-    loops = SimpleNamespace(run_steps=scheduler.run_steps) if plain else scheduler.compiled()
+    arguments = (groups, state, requests, step_time.costs(layout, groups, members, budget))
+    if prefix_caching:
+        segments = _segments_of(traffic, asked.served)
+        blocks = prefix_cache.new_blocks(
+            groups, members, layout.pool_num_blocks, requests, segments, settings.max_num_seqs
+        )
+        arguments = (*arguments, blocks, *rest)
+        loops = SimpleNamespace(run_steps=prefix_cache.run_steps) if plain else prefix_cache.compiled()
+    else:
+        arguments = (*arguments, *rest, settings.prefill)
+        loops = SimpleNamespace(run_steps=scheduler.run_steps) if plain else scheduler.compiled()
     interrupted = False
     try:
         for _ in _slices(loops, arguments, steps, requests, state, progress):
@@ -270,6 +286,19 @@ def _served(
             + "; plan more memory or a longer max_model_len"
         )
     return SimpleNamespace(served=served, prompt=prompt[served], output=output[served]), refused
+
+
+def _segments_of(traffic: Traffic, served: np.ndarray) -> Segments:
+    """The segments of the requests that are served; none where nothing is shared."""
+    import numpy as np
+
+    shared = traffic.segments
+    if shared is None:
+        return Segments(np.zeros(len(served) + 1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    counts = np.diff(shared.start)[served]
+    start = np.concatenate([[0], np.cumsum(counts)])
+    chosen = np.repeat(shared.start[:-1][served] - start[:-1], counts) + np.arange(start[-1])
+    return Segments(start, shared.ids[chosen], shared.ends[chosen])
 
 
 def _whole(column: np.ndarray, tokens: np.ndarray) -> np.ndarray:
