@@ -1,4 +1,4 @@
-"""Hardware and traffic that one does not have: what a decode step must cost, and what it is likely to.
+"""The same answers for hardware and traffic that one does not have.
 
-Built on ``models`` and ``layout`` alone. Loads neither torch nor numpy nor pandas at import.
+Loads neither torch nor numpy nor pandas at import. May use: ``models``, ``layout``.
 """

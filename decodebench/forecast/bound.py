@@ -12,18 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, formats
 from decodebench.forecast.weights import fields_of, weights, width_of
-from decodebench.models import CacheOptions, Model, load_model
 from decodebench.models.layers import AttentionLayer, LatentLayer, StateLayer
-from decodebench.specs import (
+from decodebench.models.load import load_model
+from decodebench.models.model import Model
+from decodebench.models.options import CacheOptions
+from decodebench.models.specs import (
     AttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
-    DecodebenchError,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from decodebench.specs import DecodebenchError
+from decodebench.errors import DecodebenchError
+from decodebench.shipped import shipped
 
-DATA = Path(__file__).resolve().parents[2] / "data" / "machines"
+DATA = shipped("data/machines")
 #: numbers of these dtypes are multiplied at the peak of the first that a machine has
 PEAKS_OF = {
     "fp4": ("fp4", "fp8", "bf16"),

@@ -383,10 +383,11 @@ def write_keys(g, q, k, s, request, prompt, tokens, step):
 def known(g, k, i, request, token):
     """Whether every group of column ``i`` holds the block of this request that ends at ``token``."""
     segment = segment_at(k, request, token)
+    missing = 0
     for group in range(len(k.column)):
-        if k.column[group] == i and find(k, segment, token, group) == 0:
-            return False
-    return True
+        if k.column[group] == i and missing == 0:
+            missing += find(k, segment, token, group) == 0
+    return missing == 0
 
 
 def longest_hit(g, k, i, request, most):

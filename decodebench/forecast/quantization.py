@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from decodebench.specs import DTYPE_BYTES, DecodebenchError
+from decodebench.errors import DecodebenchError
+from decodebench.models.specs import DTYPE_BYTES
 
 
 class QuantizationError(DecodebenchError):

@@ -15,16 +15,16 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
+from decodebench.errors import DecodebenchError
 from decodebench.forecast import prefix_cache, scheduler
 from decodebench.forecast.scheduler import Costs, Requests, State
 from decodebench.forecast.traffic import Segments, Traffic
-from decodebench.layout import KVCacheConfig
-from decodebench.specs import (
+from decodebench.layout.layout import Layout
+from decodebench.models.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
-    DecodebenchError,
     MambaSpec,
     SlidingWindowSpec,
     cdiv,
@@ -47,7 +47,7 @@ class SimulationError(DecodebenchError):
 class StepTime(Protocol):
     """What says how long steps take."""
 
-    def costs(self, layout: KVCacheConfig, groups: np.ndarray, members: tuple, budget: int) -> Costs:
+    def costs(self, layout: Layout, groups: np.ndarray, members: tuple, budget: int) -> Costs:
         """Seconds by scheduled tokens (0 to ``budget``) and by token read of each column of ``groups``,
         which stand for the groups ``members`` of the layout.
         """
@@ -57,7 +57,7 @@ class StepTime(Protocol):
 class OneSecond:
     """Every step takes a second: for counting steps."""
 
-    def costs(self, layout: KVCacheConfig, groups: np.ndarray, members: tuple, budget: int) -> Costs:
+    def costs(self, layout: Layout, groups: np.ndarray, members: tuple, budget: int) -> Costs:
         import numpy as np
 
         none = np.zeros(groups.shape[1])
@@ -91,7 +91,7 @@ class Settings:
             )
 
 
-def groups_of(layout: KVCacheConfig, budget: int) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
+def groups_of(layout: Layout, budget: int) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
     """The layout's groups as the scheduler counts them, and which of the layout's each column stands for.
 
     ``budget``: tokens of a batch, for layouts that do not say how many may be in flight.
@@ -110,7 +110,7 @@ def groups_of(layout: KVCacheConfig, budget: int) -> tuple[np.ndarray, tuple[tup
     return groups, tuple(map(tuple, found.values()))
 
 
-def _rule(layout: KVCacheConfig, i: int, budget: int) -> tuple[int, int, int, int, int, int]:
+def _rule(layout: Layout, i: int, budget: int) -> tuple[int, int, int, int, int, int]:
     """(kind, tokens a block, span, fixed blocks, checkpoint, admission cap) of one group."""
     spec, block = layout.groups[i].kv_cache_spec, layout.tokens_per_block(i)
     longest = layout.max_model_len or NO_CAP
@@ -144,7 +144,7 @@ def _rule(layout: KVCacheConfig, i: int, budget: int) -> tuple[int, int, int, in
 
 
 def simulate(
-    layout: KVCacheConfig,
+    layout: Layout,
     traffic: Traffic,
     step_time: StepTime,
     settings: Settings = Settings(),
@@ -256,9 +256,7 @@ def _slices(
             yield
 
 
-def _served(
-    layout: KVCacheConfig, traffic: Traffic, groups: np.ndarray
-) -> tuple[SimpleNamespace, dict[str, int]]:
+def _served(layout: Layout, traffic: Traffic, groups: np.ndarray) -> tuple[SimpleNamespace, dict[str, int]]:
     """(which requests are served, their prompts and outputs), and how many are not, by reason."""
     import numpy as np
 
@@ -337,7 +335,7 @@ class Simulation:
     scheduled tokens) of the first steps.
     """
 
-    layout: KVCacheConfig
+    layout: Layout
     traffic: Traffic
     settings: Settings
     requests: Requests
@@ -500,7 +498,7 @@ class Simulation:
         return "\n".join(lines)
 
 
-def _content_bytes(layout: KVCacheConfig, group: int) -> int:
+def _content_bytes(layout: Layout, group: int) -> int:
     """Bytes of one block of a group that its layers fill."""
     return sum(spec.unpadded_page_size_bytes for spec in layout.groups[group].layer_specs)
 

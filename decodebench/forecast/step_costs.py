@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from decodebench.errors import DecodebenchError
 from decodebench.forecast import bound as floors
 from decodebench.forecast import scheduler
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.parts import ROLES
 from decodebench.forecast.scheduler import Costs
-from decodebench.layout import KVCacheConfig
-from decodebench.models import Model
-from decodebench.specs import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.models.model import Model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ class Floor:
         if not 0 <= self.launch < 10:
             raise CostError(f"launch {self.launch!r}: seconds from 0 to 10 are expected")
 
-    def costs(self, layout: KVCacheConfig, groups: np.ndarray, members: tuple, budget: int) -> Costs:
+    def costs(self, layout: Layout, groups: np.ndarray, members: tuple, budget: int) -> Costs:
         """See ``simulate.StepTime``. Attention is told by span, so by each column of ``groups``."""
         import numpy as np
 
@@ -154,7 +154,7 @@ class Fitted:
         step, sequence, read = (weights.get(k, 0.0) for k in range(3))
         return cls(step, sequence, read, sequence if prefill is None else prefill)
 
-    def costs(self, layout: KVCacheConfig, groups: np.ndarray, members: tuple, budget: int) -> Costs:
+    def costs(self, layout: Layout, groups: np.ndarray, members: tuple, budget: int) -> Costs:
         """See ``simulate.StepTime``. Reads count where a group keeps the whole context, else the widest."""
         import numpy as np
 

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decodebench.forecast.traffic import Segments, Traffic, TrafficError, arrival_times
+from decodebench.shipped import shipped
 
 if TYPE_CHECKING:
     import numpy as np
 
-TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
+TRACES = shipped("data/traces")
 
 #: tokens that one of Mooncake's hash ids stands for
 MOONCAKE_BLOCK = 512

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from decodebench.specs import DecodebenchError
+from decodebench.errors import DecodebenchError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,9 +20,11 @@ from decodebench.forecast.architectures import (
 )
 from decodebench.forecast.parts import ROLES, Attending, Part, mlp
 from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
-from decodebench.models import FAMILIES, Model, load_model
+from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, StateLayer
+from decodebench.models.load import load_model
+from decodebench.models.model import Model
 
 #: names of a model's width
 WIDTHS = ("hidden_size", "n_embd", "d_model")
