@@ -27,7 +27,9 @@ class Architecture:
     ``correction``: the router has a bias a expert that only steers its choice.
     """
 
-    tied: bool = False
+    #: whether the head is the embedding where config.json does not say; ``own`` and ``shared`` are so whatever
+    #: it says
+    tied: bool | str = False
     qkv_bias: Flag = False
     out_bias: Flag = False
     mlp_bias: Flag = False
@@ -73,6 +75,7 @@ QWEN_MOE = {
     "expert_size": ("moe_intermediate_size",),
 }
 DEEPSEEK = {
+    "tied": "own",
     "shared_count": ("n_shared_experts",),
     "expert_size": ("moe_intermediate_size",),
     "correction": ("topk_method", "noaux_tc"),
@@ -90,7 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         **OLD | {"norms": 1}, query_key_norm="head", norm_bias=True, query_key_norm_if="qk_layernorm"
     ),
     "phi3": Architecture(),
-    "phimoe": Architecture(qkv_bias=True, out_bias=True, layer_norm=True, head_bias=True),
+    "phimoe": Architecture(tied="own", qkv_bias=True, out_bias=True, layer_norm=True, head_bias=True),
     "starcoder2": Architecture(
         tied=True,
         matrices=2,
@@ -101,20 +104,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"use_bias": True},
     ),
     "qwen2": Architecture(qkv_bias=True),
-    "qwen2_moe": Architecture(
-        qkv_bias="qkv_bias", defaults={"qkv_bias": True, "decoder_sparse_step": 1}, **QWEN_MOE
-    ),
+    "qwen2_moe": Architecture(qkv_bias=True, defaults={"decoder_sparse_step": 1}, **QWEN_MOE),
     "qwen3": Architecture(qkv_bias="attention_bias", query_key_norm="head"),
     "qwen3_moe": Architecture(
-        **attention_bias(),
+        qkv_bias="attention_bias",
         query_key_norm="head",
         expert_size=("moe_intermediate_size",),
         defaults={"decoder_sparse_step": 1},
     ),
-    "gemma": Architecture(tied=True, **attention_bias()),
-    "cohere": Architecture(
-        tied=True, **attention_bias(), norms=1, query_key_norm="each", query_key_norm_if="use_qk_norm"
-    ),
+    "gemma": Architecture(tied=True),
+    "cohere": Architecture(tied="shared", norms=1, query_key_norm="each", query_key_norm_if="use_qk_norm"),
     "glm": Architecture(qkv_bias="attention_bias", defaults={"attention_bias": True}),
     "glm4": Architecture(qkv_bias="attention_bias", norms=4, defaults={"attention_bias": True}),
     "glm4_moe": Architecture(
@@ -124,12 +123,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         **DEEPSEEK | {"correction": True, "defaults": {"first_k_dense_replace": 1}},
     ),
     "granite": Architecture(**attention_bias(mlp_bias="mlp_bias")),
-    "granitemoe": Architecture(**attention_bias()),
-    "granitemoeshared": Architecture(**attention_bias(), shared_size=("shared_intermediate_size",)),
+    "granitemoe": Architecture(),
+    "granitemoeshared": Architecture(shared_size=("shared_intermediate_size",)),
     "olmo": Architecture(bare_norms=True, **attention_bias()),
     "olmo2": Architecture(**attention_bias(), query_key_norm="heads"),
     "olmo3": Architecture(**attention_bias(), query_key_norm="heads"),
-    "olmoe": Architecture(**attention_bias(), query_key_norm="heads"),
+    "olmoe": Architecture(tied="own", query_key_norm="heads"),
     "flex_olmo": Architecture(**attention_bias(), query_key_norm="heads"),
     "stablelm": Architecture(layer_norm=True, qkv_bias="use_qkv_bias"),
     "seed_oss": Architecture(
@@ -138,7 +137,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_bias="mlp_bias",
         defaults={"attention_bias": True},
     ),
-    "ernie4_5": Architecture(tied=True, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
+    "ernie4_5": Architecture(tied=True),
     "ernie4_5_moe": Architecture(
         tied=True,
         qkv_bias="use_bias",
@@ -155,9 +154,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         **attention_bias(),
         query_key_norm="head",
         query_key_norm_if="use_qk_norm",
+        shared_size=("intermediate_size",),
         shared_count=("num_shared_expert",),
     ),
-    "minimax_m2": Architecture(query_key_norm="heads", expert_size=("intermediate_size",), correction=True),
+    "minimax_m2": Architecture(
+        tied="own", query_key_norm="heads", expert_size=("intermediate_size",), correction=True
+    ),
     "arcee": Architecture(**attention_bias(mlp_bias="mlp_bias"), matrices=2),
     "apertus": Architecture(**attention_bias(), matrices=2, query_key_norm="head"),
     "nemotron": Architecture(**attention_bias(mlp_bias="mlp_bias"), matrices=2, layer_norm=True),
@@ -165,26 +167,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm3": Architecture(qkv_bias="qkv_bias", out_bias="bias", mlp_bias="bias"),
     "mimo": Architecture(qkv_bias="attention_bias", defaults={"attention_bias": True}),
     "gpt2": Architecture(**OLD, tied=True),
-    "gpt_neox": Architecture(**OLD),
+    "gpt_neox": Architecture(**OLD | attention_bias(), defaults={"attention_bias": True}),
     "opt": Architecture(**OLD, tied=True),
     "bloom": Architecture(**OLD, tied=True),
     "falcon": Architecture(
         matrices=2, layer_norm=True, qkv_bias="bias", out_bias="bias", mlp_bias="bias", tied=True
     ),
-    "gemma2": Architecture(tied=True, **attention_bias(), norms=4),
+    "gemma2": Architecture(tied="shared", **attention_bias(), norms=4),
     "gemma3_text": Architecture(tied=True, **attention_bias(), norms=4, query_key_norm="head"),
-    "gemma3n_text": Architecture(tied=True, **attention_bias(), norms=4, query_key_norm="head"),
+    "gemma3n_text": Architecture(tied="shared", **attention_bias(), norms=4, query_key_norm="head"),
     "gemma4_text": Architecture(tied=True, **attention_bias(), norms=4, query_key_norm="head"),
     "gpt_oss": Architecture(
-        **attention_bias(),
+        tied="own",
+        qkv_bias=True,
+        out_bias=True,
         sinks="all",
         expert_size=("intermediate_size",),
         expert_bias=True,
         router_bias=True,
-        defaults={"attention_bias": True},
     ),
-    "cohere2": Architecture(tied=True, **attention_bias(), norms=1),
-    "cohere2_moe": Architecture(tied=True, **attention_bias(), norms=1, shared_count=("num_shared_experts",)),
+    "cohere2": Architecture(tied="shared", norms=1),
+    "cohere2_moe": Architecture(tied="shared", norms=1, shared_count=("num_shared_experts",)),
     "granite_swa": Architecture(tied=True, **attention_bias(mlp_bias="mlp_bias"), sinks="all"),
     "exaone4": Architecture(query_key_norm="head"),
     "exaone_moe": Architecture(
@@ -196,6 +199,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cwm": Architecture(mlp_bias="mlp_bias"),
     "afmoe": Architecture(
+        tied="own",
         norms=4,
         query_key_norm="head",
         gate="full",
@@ -213,6 +217,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         correction=True,
     ),
     "mimo_v2_flash": Architecture(
+        tied="own",
         qkv_bias="attention_bias",
         sinks="window",
         expert_size=("moe_intermediate_size",),
@@ -220,6 +225,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared_count=("n_shared_experts",),
     ),
     "mimo_v2": Architecture(
+        tied="own",
         qkv_bias="attention_bias",
         sinks="window",
         expert_size=("moe_intermediate_size",),
@@ -229,18 +235,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama4_text": Architecture(
         dense_size=("intermediate_size_mlp",),
         defaults={"interleave_moe_layer_step": 1},
-        **attention_bias(),
         expert_size=("intermediate_size",),
         shared_size=("intermediate_size",),
     ),
-    "whisper": Architecture(**OLD | {"norms": 3}, tied=True),
+    "whisper": Architecture(**OLD | {"norms": 3}, tied="shared"),
     "deepseek_v2": Architecture(**DEEPSEEK | {"correction": False, "defaults": {"first_k_dense_replace": 0}}),
     "deepseek_v3": Architecture(**DEEPSEEK),
     "kimi_k2": Architecture(**DEEPSEEK),
     "deepseek_v32": Architecture(**DEEPSEEK),
     "glm_moe_dsa": Architecture(**DEEPSEEK),
     "glm4_moe_lite": Architecture(**DEEPSEEK | {"defaults": {"first_k_dense_replace": 1}}),
-    "longcat_flash": Architecture(expert_size=("expert_ffn_hidden_size",), correction=True, norms=4),
+    "longcat_flash": Architecture(
+        tied="own", expert_size=("expert_ffn_hidden_size",), correction=True, norms=4
+    ),
     "minicpm3": Architecture(tied=True),
     "kimi_linear": Architecture(
         expert_size=("moe_intermediate_size",),
@@ -249,9 +256,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"first_k_dense_replace": 1},
     ),
     "deepseek_v4": Architecture(
-        expert_size=("moe_intermediate_size",), shared_count=("n_shared_experts",), correction=True
+        tied="own",
+        expert_size=("moe_intermediate_size",),
+        shared_count=("n_shared_experts",),
+        correction=True,
     ),
     "jamba": Architecture(
+        tied="own",
         expert_size=("intermediate_size",),
         defaults={"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_conv_bias": True},
     ),
@@ -259,9 +270,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon_mamba": Architecture(tied=True, norms=1),
     "mamba2": Architecture(norms=1),
     "nemotron_h": Architecture(
+        tied="own",
         matrices=2,
         norms=1,
-        **attention_bias(mlp_bias="mlp_bias"),
+        mlp_bias="mlp_bias",
         expert_size=("moe_intermediate_size",),
         shared_size=("moe_shared_expert_intermediate_size",),
         correction=True,
@@ -269,19 +281,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoehybrid": Architecture(
         **attention_bias(), expert_size=("intermediate_size",), shared_size=("shared_intermediate_size",)
     ),
-    "zamba2": Architecture(tied=True, norms=1),
+    "zamba2": Architecture(tied="shared", norms=1),
     "falcon_h1": Architecture(),
     "qwen3_next": Architecture(
-        **attention_bias(),
-        query_key_norm="head",
-        gate="full",
-        defaults={"decoder_sparse_step": 1},
-        **QWEN_MOE,
+        tied="own", query_key_norm="head", gate="full", defaults={"decoder_sparse_step": 1}, **QWEN_MOE
     ),
-    "qwen3_5_text": Architecture(**attention_bias(), query_key_norm="head", gate="full"),
-    "qwen3_5_moe_text": Architecture(**attention_bias(), query_key_norm="head", gate="full", **QWEN_MOE),
-    "olmo_hybrid": Architecture(**attention_bias(), query_key_norm="heads"),
-    "lfm2": Architecture(tied=True, query_key_norm="head"),
+    "qwen3_5_text": Architecture(query_key_norm="head", gate="full"),
+    "qwen3_5_moe_text": Architecture(query_key_norm="head", gate="full", **QWEN_MOE),
+    "olmo_hybrid": Architecture(query_key_norm="heads"),
+    "lfm2": Architecture(tied="shared", query_key_norm="head"),
     "lfm2_moe": Architecture(
         tied=True,
         query_key_norm="head",

@@ -17,7 +17,8 @@ from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, formats
-from decodebench.forecast.weights import fields_of, weights, width_of
+from decodebench.forecast.weights import depth_of, fields_of, weights, width_of
+from decodebench.layout.reads import visible
 from decodebench.models.layers import AttentionLayer, LatentLayer, StateLayer
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
@@ -26,7 +27,6 @@ from decodebench.models.specs import (
     AttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
-    FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     cdiv,
@@ -262,6 +262,7 @@ class Prepared:
     data_parallel_size: int
     expert_parallel_size: int
     routing: str
+    layers: int
     decode_context_parallel_size: int = 1
 
     def at(
@@ -398,6 +399,10 @@ class Prepared:
             work += reading.layers * 2 * tokens * reading.query_heads * reading.widths * (entries + new)
         return Load("prompt attention", moved, work)
 
+    def prompt_attention(self, length: float) -> float:
+        """Seconds of attention that one token of a prompt of ``length`` tokens costs on average, at full peak."""
+        return self._prompt(1.0, length / 2).operations / self.machine.peak_of("bf16")
+
     def _held(self, lengths: Mapping[int, float]) -> float:
         """Bytes that the requests' cache takes on one rank, without unused rest of blocks."""
         total = 0.0
@@ -482,6 +487,7 @@ def prepare(
         data_parallel_size=data_parallel_size,
         expert_parallel_size=tensor_parallel_size * data_parallel_size if enable_expert_parallel else 1,
         routing=routing,
+        layers=depth_of(f),
         decode_context_parallel_size=options.decode_context_parallel_size,
     )
 
@@ -568,18 +574,6 @@ def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:
     if reading.at_most is not None:
         entries = min(entries, reading.at_most)
     return entries, new
-
-
-def visible(spec: KVCacheSpec, num_tokens: int) -> tuple[int, int]:
-    """Positions [start, stop) that the new token attends to, itself (position n - 1) included."""
-    if isinstance(spec, CrossAttentionSpec):
-        return 0, spec.max_encoder_tokens
-    start = spec.num_skipped_tokens(num_tokens - 1)
-    if isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None:
-        start = max(0, num_tokens - spec.sliding_window)
-    elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
-        start = (num_tokens - 1) // spec.attention_chunk_size * spec.attention_chunk_size
-    return start, num_tokens
 
 
 def requests(batch: float, context: int | str | Mapping[int, float]) -> dict[int, float]:

@@ -46,6 +46,8 @@ class Machine:
     link: float
     peak: Mapping[str, float]
     source: Mapping[str, str] = field(default_factory=dict)
+    #: chips of one generation take the same kernels
+    generation: str = "unknown"
 
     def peak_of(self, dtype: str) -> float:
         """Operations a second on numbers of this dtype; what has no units of its own is widened."""
@@ -95,7 +97,12 @@ def read_machine(path: Path) -> Machine:
         raise MachineError(f"{path}: no [peak] with bf16: operations a second are needed")
     peaks = {name: _positive(path, peak, name) for name in peak}
     return Machine(
-        path.stem, str(values.get("title", path.stem)), peak=peaks, source=values.get("source", {}), **numbers
+        path.stem,
+        str(values.get("title", path.stem)),
+        peak=peaks,
+        source=values.get("source", {}),
+        generation=str(values.get("generation", "unknown")),
+        **numbers,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from decodebench.errors import DecodebenchError
+from decodebench.forecast.parts import ROLES
 from decodebench.models.specs import DTYPE_BYTES
 
 
@@ -99,8 +100,6 @@ def formats(config: Mapping, dtype: str, scheme: str | Mapping | None = "auto") 
         found = {role: named(name) for role, name in scheme.items() if name not in (None, "none", dtype)}
     else:
         found = dict.fromkeys(BY_NAME, named(scheme))
-    from decodebench.forecast.parts import ROLES
-
     if unknown := sorted(set(found) - set(ROLES)):
         raise QuantizationError(f"quantization of {unknown[0]!r}: roles are {', '.join(ROLES)}")
     return {role: found.get(role, plain) for role in ROLES}

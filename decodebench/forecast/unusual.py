@@ -100,9 +100,10 @@ def zamba2(f: Fields) -> list[Part]:
     hybrids = kinds.count("hybrid") if kinds else len(f.listing("hybrid_layer_ids") or ())
     turns, rank = f.integer("num_mem_blocks"), f.integer("adapter_rank", default=128)
     uses = hybrids / turns
+    bias = 2 * inner + width if f.get("add_bias_linear", default=False) else 0
     found = [
         Part("attention", turns * (3 * wide * wide + wide * width), uses=uses),
-        Part("mlp", turns * mlp(width, inner).params, uses=uses),
+        Part("mlp", turns * (mlp(width, inner).params + bias), uses=uses),
         Part("norm", turns * (wide + width), shards=1),
         Part("mlp", hybrids * width * width, hybrids, shards=1),
         Part("mlp", hybrids * rank * (width + 2 * inner), hybrids),

@@ -23,7 +23,7 @@ from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUA
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, StateLayer
-from decodebench.models.load import load_model
+from decodebench.models.load import TEXT_TYPES, load_model, text_config
 from decodebench.models.model import Model
 
 #: names of a model's width
@@ -67,8 +67,6 @@ def add_up(found: list[Part]) -> tuple[Part, ...]:
 
 def fields_of(model: Model) -> tuple[Fields, Architecture]:
     """The language model's fields with its family's defaults behind them, and its architecture."""
-    from decodebench.models import TEXT_TYPES, text_config
-
     outer = Fields(model.config, model.name)
     f, _ = text_config(outer)
     kind = TEXT_TYPES.get(model.model_type, model.model_type)
@@ -230,11 +228,9 @@ def experts(f: Fields, has: Architecture, width: int, layer: int = 0) -> list[Pa
     found = [Part("experts", count * one, 1, count, top_k), Part("router", router, shards=1)]
     if latent:  # experts work in a narrower space, with a map into it and back
         found.append(Part("shared_experts", 2 * width * latent, shards=1))
-    shared = 0
-    if has.shared_size:
-        shared = number(has.shared_size, default=0, least=0)
-    elif has.shared_count:
-        shared = number(has.shared_count, default=0, least=0) * inner
+    shared = number(has.shared_size, default=0, least=0) if has.shared_size else inner
+    if has.shared_count or not has.shared_size:
+        shared *= number(has.shared_count, default=0, least=0) if has.shared_count else 0
     if shared:
         found.append(mlp(width, shared, has.matrices, role="shared_experts"))
         if has.shared_gate:
@@ -295,11 +291,18 @@ def norms(model: Model, f: Fields, has: Architecture) -> list[Part]:
     return [Part("norm", count * width_of(f) * (2 if has.layer_norm else 1), shards=1)]
 
 
+def is_tied(f: Fields, has: Architecture) -> bool:
+    """Whether the head is the embedding itself."""
+    if isinstance(has.tied, str):
+        return has.tied == "shared"
+    return bool(f.get("tie_word_embeddings", default=has.tied))
+
+
 def ends(f: Fields, has: Architecture) -> list[Part]:
     """The embedding, and the head where it is not the embedding itself."""
     vocabulary, width = f.integer("vocab_size"), f.optional("word_embed_proj_dim") or width_of(f)
     found = [Part("embedding", vocabulary * width, rows=vocabulary)]
-    if not f.get("tie_word_embeddings", default=has.tied):
+    if not is_tied(f, has):
         found.append(Part("head", vocabulary * width))
     if on(f, has.head_bias):
         found.append(Part("head", vocabulary))
