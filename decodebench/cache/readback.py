@@ -13,10 +13,10 @@ from decodebench.cache.values import (
     LAYER_STRIDE,
     PART_STRIDE,
     ZEROS,
-    Constant,
     Normal,
     Tags,
     Values,
+    default_values,
     poison_number,
     value_dtypes,
 )
@@ -56,7 +56,7 @@ def inspect_rows(
     (packed formats, circular buffers) is ZEROED. Every byte is read from memory about once, some
     MiB at a time; nothing of the size of the cache is allocated.
     """
-    values = Constant() if values is None else values
+    values = default_values() if values is None else values
     layers = cache.layout.groups[group].layer_names
     first = cache.layout.layer_index[layers[0]]
     shape = (len(layers), cache.layout.num_blocks_of(group))

@@ -274,3 +274,12 @@ def value_dtypes(spans: Iterable[Iterable[Span]], values: Values) -> set[str]:
     if values.raw_bytes:
         return set()
     return {s.part.dtype for group in spans for s in group if not s.part.zeros_only}
+
+
+def default_values(startup_fill: bool = False) -> Values:
+    """What every function fills with, and looks for, where nothing is said: normal values.
+
+    Their content tells every layer and block apart. At startup groups are written over each other, so
+    that only a constant is found again in all of them.
+    """
+    return Constant() if startup_fill else Normal()

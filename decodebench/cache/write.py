@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from decodebench.cache.tensors import Cache, Span
-from decodebench.cache.values import ZEROS, Constant, FillRefused, Normal, Values, put, value_dtypes
+from decodebench.cache.values import ZEROS, FillRefused, Normal, Values, default_values, put, value_dtypes
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 
@@ -115,7 +115,7 @@ def fill_rows(
     buffers) are zeroed. Raises ``FillRefused`` before anything is written, ``FillFailed`` (with
     the report so far) if a write breaks.
     """
-    values = Constant() if values is None else values
+    values = default_values() if values is None else values
     began = time.perf_counter()
     rows_by_group = [list(rows) for rows in rows_by_group]
     check_rows(cache.layout, rows_by_group, allow_null_block)
