@@ -26,12 +26,24 @@ COMMANDS = {
         "sweep_command",
         "a grid of cases to a table",
     ),
+    "simulate": (
+        "decodebench.forecast.simulate_command",
+        "add_simulate_arguments",
+        "simulate_command",
+        "a layout under traffic: what runs, waits, is preempted",
+    ),
     "report": ("decodebench.show.report", "add_report_arguments", "report_command", "notebooks to HTML"),
     "bench fill": (
         "decodebench.study.bench_fill",
         "add_arguments",
         "bench_fill_command",
         "fill speed against memset",
+    ),
+    "bench simulate": (
+        "decodebench.study.bench_simulate",
+        "add_arguments",
+        "bench_simulate_command",
+        "requests simulated a second, and how that grows",
     ),
     "bench decode": (
         "decodebench.study.bench_decode",

@@ -107,7 +107,7 @@ class Floor:
         return memory, work, link
 
 
-def floor(
+def step_floor(
     model: Model | str | Mapping,
     machine: Machine | str,
     efficiency: float = 1.0,

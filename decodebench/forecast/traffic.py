@@ -195,7 +195,7 @@ def lengths(
     return np.clip(np.rint(drawn), 1, longest).astype(np.int64)
 
 
-def synthetic(
+def synthetic_traffic(
     requests: int = 10_000,
     rate: float = 4.0,
     prompt: int | tuple[float, float] = (1000, 1.0),
