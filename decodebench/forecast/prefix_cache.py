@@ -38,6 +38,7 @@ from decodebench.forecast.scheduler import (
     N_HITS,
     N_IN_ORDER,
     N_NEXT,
+    N_OUTPUT,
     N_PREEMPTIONS,
     N_PREFILLED,
     N_QUEUED,
@@ -660,6 +661,7 @@ def end_step(g, q, r, k):
         q.slots[COMPUTED, s] += new
         if new and q.slots[COMPUTED, s] >= q.slots[TOTAL, s]:
             q.slots[TOTAL, s] += 1
+            n[N_OUTPUT] += 1
             request = q.slots[REQUEST, s]
             if r.times[FIRST, request] < 0:
                 r.times[FIRST, request] = now

@@ -136,8 +136,9 @@ class State(NamedTuple):
     N_IN_ORDER,
     N_SCHEDULED,
     N_HITS,
+    N_OUTPUT,
     N_COUNTERS,
-) = range(22)
+) = range(23)
 X_NOW, X_BUSY, X_RUNNING, X_WAITING, X_SUMS = range(5)
 
 
@@ -656,6 +657,7 @@ def _seconds(g, q, cost, step, reads, pairs):
 def _finish_step(g, q, r, step):
     """Tokens come out: who is done leaves, who decodes is counted from the next step on."""
     n, now = q.n, q.x[X_NOW]
+    n[N_OUTPUT] += n[N_SCHEDULED]
     at = step & (len(q.finish_head) - 1)
     s = q.finish_head[at]
     while s >= 0:
@@ -684,6 +686,7 @@ def _finish_step(g, q, r, step):
         if q.slots[COMPUTED, s] < q.slots[TOTAL, s]:
             continue
         q.slots[TOTAL, s] += 1
+        n[N_OUTPUT] += 1
         request = q.slots[REQUEST, s]
         if r.times[FIRST, request] < 0:
             r.times[FIRST, request] = now

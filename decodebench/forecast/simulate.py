@@ -363,7 +363,7 @@ class Simulation:
     @property
     def output_tokens(self) -> int:
         """Tokens that came out, of requests that are not finished as well."""
-        return self.count(scheduler.N_DECODED)
+        return self.count(scheduler.N_OUTPUT)
 
     @cached_property
     def latencies(self) -> dict[str, np.ndarray]:

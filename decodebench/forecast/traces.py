@@ -91,7 +91,7 @@ def read_traffic(
     elif isinstance(whole, list) and any(isinstance(r, dict) and "conversations" in r for r in whole):
         _read_sharegpt(whole, characters_per_token, found)
     elif isinstance(whole, list):
-        _read_rows(((f"entry {i}", row) for i, row in enumerate(whole, 1)), path, found)
+        _read_rows(_entries(whole, found), path, found)
     else:
         raise TrafficError(
             f"{path}: a JSON document that is neither a list of requests nor a benchmark's result"
@@ -242,6 +242,15 @@ def _rows(text: str, found: _Found) -> Iterator[tuple[str, dict]]:
             found.drop(where, f"{len(cells)} cells, {len(columns)} are expected")
         else:
             yield where, dict(zip(columns, cells))
+
+
+def _entries(whole: list, found: _Found) -> Iterator[tuple[str, dict]]:
+    """(where, fields) of each entry of a JSON list."""
+    for i, row in enumerate(whole, 1):
+        if isinstance(row, dict):
+            yield f"entry {i}", row
+        else:
+            found.drop(f"entry {i}", "not a JSON object")
 
 
 def _read_rows(rows: Iterator[tuple[str, dict]], path: Path, found: _Found) -> None:

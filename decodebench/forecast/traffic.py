@@ -92,7 +92,7 @@ class Traffic:
     def first(self, requests: int) -> Traffic:
         """Only the first requests."""
         _positive(requests=requests)
-        n = min(requests, len(self))
+        n = min(int(requests), len(self))
         kept = self.segments
         if kept is not None:
             last = int(kept.start[n])
