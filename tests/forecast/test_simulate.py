@@ -139,10 +139,7 @@ def test_prefix_hits_are_the_block_managers(seed):
     """Whole blocks of a prefix, while their owner runs: as many as the manager finds."""
     draw = random.Random(seed)
     block = draw.choice([4, 8])
-    specs = [
-        full(block),
-        *draw.sample([full(2 * block), window(100, block)], draw.randint(0, 1)),
-    ]
+    specs = [full(block), *draw.sample([full(2 * block), window(100, block)], draw.randint(0, 1))]
     lcm = max(spec.block_size for spec in specs)
     shared = lcm * draw.randint(1, 4)
     prompts = [shared + draw.randint(1, 30) for _ in range(5)]
@@ -304,7 +301,11 @@ def test_a_shared_prefix_is_hit_where_the_layout_was_planned_for_it():
         )
         for caching in (True, False)
     )
-    assert on.count(scheduler.N_HITS) == (len(traffic) - 1) * 32 and on.prefix_hit_rate > 0.1 and off.prefix_hit_rate == 0
+    assert (
+        on.count(scheduler.N_HITS) == (len(traffic) - 1) * 32
+        and on.prefix_hit_rate > 0.1
+        and off.prefix_hit_rate == 0
+    )
 
 
 def test_the_first_hour_of_azure_code_is_what_it_was():
