@@ -202,7 +202,6 @@ def _byte_offset(tensor: torch.Tensor) -> int:
 def _mismatch(name: str, tensor: torch.Tensor, expected: str) -> CacheMismatch:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return CacheMismatch(
-        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
-        f"expected {expected}; "
-        "the layout must be planned with the engine's own model, dtype and block size"
+        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, expected "
+        f"{expected}; the layout must be planned with the engine's own model, dtype and block size"
     )

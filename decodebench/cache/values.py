@@ -209,7 +209,7 @@ class Normal(Values):
         return (block * BLOCK_STRIDE + layer * LAYER_STRIDE + part * PART_STRIDE) % self.period(dtype)
 
     def window(self, span: Span) -> dict[str, object]:
-        """The rule of the module's text for the rows of a span, as the Triton kernel takes it."""
+        """The rule of the module's text for the rows of a span, as the kernels take it."""
         dtype = span.part.dtype
         return {
             "bank": self.bank(dtype, span.bits.device),
@@ -267,6 +267,11 @@ class Tags(Values):
             yield 0, target[:, :, :whole].unflatten(2, (-1, width)), bits[:, :, None]
         if whole < columns:
             yield 0, target[:, :, whole:], bits[:, :, : columns - whole]
+
+
+def source_of(span: Span, values: Values) -> Values:
+    """What a span is filled with: packed formats and circular buffers hold no plain numbers and get zeros."""
+    return ZEROS if span.part.zeros_only and not values.raw_bytes else values
 
 
 def value_dtypes(spans: Iterable[Iterable[Span]], values: Values) -> set[str]:

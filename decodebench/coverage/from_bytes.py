@@ -56,15 +56,14 @@ def audit(
 
     ``values``: what the fill wrote (default: ``fill_cache``'s default). ``report``: what the fill
     says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
-    compared with the bytes'. ``resident``: what a prefix
-    hit's blocks held before (filled by a request outside this batch); without it they count as
-    covered where they hold anything but poison. ``admitted``: the batch as it was filled, where
-    ``batch`` is a later state of it: rows that decode steps wrote into are covered unless they are
-    still poison. ``startup_fill``: everything was written once before, so that only what is
-    required is judged.
+    compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
+    request outside this batch); without it they count as covered where they hold anything but
+    poison. ``admitted``: the batch as it was filled, where ``batch`` is a later state of it: rows
+    that decode steps wrote into are covered unless they are still poison. ``startup_fill``:
+    everything was written once before, so that only what is required is judged.
 
-    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache that was
-    allocated without poison. Whoever binds an engine's tensors has to poison them.
+    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache
+    that was allocated without poison. Whoever binds an engine's tensors has to poison them.
     """
     if cache.initial not in ("poison", None):
         raise CoverageError(

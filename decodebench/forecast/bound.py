@@ -8,9 +8,11 @@ parts up, as an engine does that runs one after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
@@ -30,6 +32,10 @@ from decodebench.models.specs import (
     MambaSpec,
     cdiv,
 )
+from decodebench.words import bytes_text, columns, seconds_text, share_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: multiply-adds a state's number takes in one step: decay and update, and what is read out of it
 STATE_OPERATIONS = {"mamba1": 6, "mamba2": 6, "gdn": 8, "kda": 8, "linear": 4, "short_conv": 2}
@@ -83,7 +89,10 @@ class Bound:
     #: routed experts that a layer is expected to touch, of how many
     experts_touched: float = 0.0
     experts: int = 0
-    notes: tuple[str, ...] = field(default=(), repr=False)
+    #: length → requests of it
+    lengths: Mapping[int, float] = field(default_factory=dict, repr=False)
+    #: what it is the floor of, to ask for other requests
+    deployment: Prepared | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def bytes(self) -> float:
@@ -135,9 +144,86 @@ class Bound:
         return self.weight_bytes + self.cache_bytes <= self.machine.memory
 
     @cached_property
+    def weight_seconds(self) -> float:
+        """Least seconds of the parts that are weights."""
+        return sum(load.seconds(self.machine) for load in self.loads if load.part in ROLES)
+
+    @cached_property
+    def cache_seconds(self) -> float:
+        """Least seconds of the parts that are the cache: keys, values, latents, states."""
+        others = (*ROLES, "all-reduce", "all-to-all", "prompt attention")
+        return sum(load.seconds(self.machine) for load in self.loads if load.part not in others)
+
+    @cached_property
     def parts(self) -> dict[str, float]:
         """Part → its least seconds."""
         return {load.part: load.seconds(self.machine) for load in self.loads}
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The bound in at most ten lines: what it is of, the floor, the largest parts, whether it fits."""
+        where = self.machine.title + (f" × {self.ranks}" if self.ranks > 1 else "")
+        head = f"{self.model} on {where}: {self.requests_text}"
+        what = {"memory": "memory's bandwidth", "arithmetic": "arithmetic", "link": "the link"}[self.binds]
+        floor = f"no step is faster than {seconds_text(self.seconds)}: {what} binds; at most " + (
+            f"{self.tokens_per_second:,.0f} tokens a second, {self.tokens_per_second_per_request:,.1f} each request"
+        )
+        total = sum(self.parts.values())
+        table = [("part", "bytes", "operations", "at least", "share")]
+        shown = sorted(self.loads, key=lambda load: -load.seconds(self.machine))
+        for load in shown[:4]:
+            table.append(
+                self._cells(load.part, load.bytes + load.sent, load.operations, self.parts[load.part], total)
+            )
+        if rest := shown[4:]:
+            spent = sum(self.parts[load.part] for load in rest)
+            moved, work = sum(x.bytes + x.sent for x in rest), sum(x.operations for x in rest)
+            table.append(self._cells(f"{len(rest)} other parts", moved, work, spent, total))
+        return [head, floor, *columns(table), self._last_line()]
+
+    @property
+    def requests_text(self) -> str:
+        """``64 requests of 8,192 tokens``; of a mixed batch its lengths with their counts."""
+        if len(self.lengths) == 1:
+            length = next(iter(self.lengths))
+            return (
+                f"{self.batch:.4g} request{'s' * (self.batch != 1)} of {length:,} token{'s' * (length != 1)}"
+            )
+        return f"{self.batch:.4g} requests of {self.context} tokens"
+
+    @staticmethod
+    def _cells(name: str, moved: float, work: float, spent: float, total: float) -> tuple[str, ...]:
+        return (name, bytes_text(round(moved)), f"{work:.3g}", seconds_text(spent), share_text(spent / total))
+
+    def _last_line(self) -> str:
+        held, space = self.weight_bytes + self.cache_bytes, self.machine.memory
+        text = f"{bytes_text(round(self.weight_bytes))} of weights and {bytes_text(round(self.cache_bytes))} of cache"
+        fits = (
+            f" of {bytes_text(round(space))} a chip"
+            if held <= space
+            else (f": more than the {bytes_text(round(space))} of a chip")
+        )
+        touched = f"; {self.experts_touched:.0f} of {self.experts} experts a layer" if self.experts else ""
+        return text + fits + touched
+
+    @property
+    def ranks(self) -> int:
+        """Chips of the deployment."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{escape(load.part)}</td><td>{bytes_text(round(load.bytes + load.sent))}</td>"
+            f"<td>{load.operations:.3g}</td><td>{seconds_text(self.parts[load.part])}</td></tr>"
+            for load in self.loads
+        )
+        head, floor, *_, last = self.lines()
+        return (
+            f"<p><b>{escape(head)}</b><br>{escape(floor)}</p><table><thead><tr><th>part</th><th>bytes</th>"
+            f"<th>operations</th><th>at least</th></tr></thead><tbody>{rows}</tbody></table><p>{escape(last)}</p>"
+        )
 
     def to_dict(self) -> dict:
         """Everything as plain numbers, seconds and bytes."""
@@ -180,8 +266,8 @@ def bound(
     model: Model | str | Mapping,
     machine: Machine | str,
     *,
-    batch: float = 1,
-    context: int | str | Mapping[int, float] = 1024,
+    batch: float | Sequence[float] = 1,
+    context: int | str | Mapping[int, float] | Sequence = 1024,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     data_parallel_size: int = 1,
@@ -193,8 +279,10 @@ def bound(
     prompt_tokens: float = 0,
     prompt_context: float = 0,
     **options,
-) -> Bound:
+) -> Bound | Bounds:
     """The floor of one decode step of ``batch`` requests of ``context`` tokens, the new one included.
+
+    Lists of batches or contexts give a ``Bounds``, a case for every pair.
 
     ``model``: what ``load_model`` takes; ``machine``: what ``forecast.machines.machine`` takes.
     ``context``: a length, lengths with counts (``{1024: 3, 8192: 1}``) or the same as text
@@ -220,14 +308,91 @@ def bound(
         routing=routing,
         **options,
     )
-    return prepared.at(
-        batch,
-        context,
-        tokens_per_step=tokens_per_step,
-        positions_per_step=positions_per_step,
-        prompt_tokens=prompt_tokens,
-        prompt_context=prompt_context,
-    )
+    more = {
+        "tokens_per_step": tokens_per_step,
+        "positions_per_step": positions_per_step,
+        "prompt_tokens": prompt_tokens,
+        "prompt_context": prompt_context,
+    }
+    if not isinstance(batch, list | tuple | range) and not isinstance(context, list | tuple | range):
+        return prepared.at(batch, context, **more)
+    batches = list(batch) if isinstance(batch, list | tuple | range) else [batch]
+    contexts = list(context) if isinstance(context, list | tuple | range) else [context]
+    if not batches or not contexts:
+        raise BoundError("batch or context is an empty list: at least one number is expected")
+    return Bounds(tuple(prepared.at(b, c, **more) for b in batches for c in contexts))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Floors of one deployment for several batches and contexts."""
+
+    cases: tuple[Bound, ...]
+
+    def __iter__(self):
+        return iter(self.cases)
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __str__(self) -> str:
+        heading = (
+            "batch",
+            "context",
+            "floor",
+            "tokens/s",
+            "each request",
+            "binds",
+            "weights",
+            "cache",
+            "fits",
+        )
+        rows = [heading, *(self._row(case) for case in self.cases)]
+        first = self.cases[0]
+        return "\n".join([f"{first.model} on {first.machine.title} × {first.ranks}", *columns(rows, left=())])
+
+    @staticmethod
+    def _row(case: Bound) -> tuple[str, ...]:
+        return (
+            f"{case.batch:g}",
+            case.context,
+            seconds_text(case.seconds),
+            f"{case.tokens_per_second:,.0f}",
+            f"{case.tokens_per_second_per_request:,.1f}",
+            case.binds,
+            seconds_text(case.weight_seconds),
+            seconds_text(case.cache_seconds),
+            "yes" if case.fits else "no",
+        )
+
+    def table(self) -> pd.DataFrame:
+        """A row a case: batch, context, floor and ceiling, seconds of weights and of the cache."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "model": case.model,
+                    "machine": case.machine.name,
+                    "batch": case.batch,
+                    "context": int(case.context) if case.context.isdigit() else case.context,
+                    "floor_s": case.seconds,
+                    "tokens_per_second": case.tokens_per_second,
+                    "tokens_per_second_per_request": case.tokens_per_second_per_request,
+                    "binds": case.binds,
+                    "weights_s": case.weight_seconds,
+                    "cache_s": case.cache_seconds,
+                    "fits": case.fits,
+                }
+                for case in self.cases
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def to_dict(self) -> dict:
+        return {"cases": [case.to_dict() for case in self.cases]}
 
 
 @dataclass(frozen=True)
@@ -305,6 +470,8 @@ class Prepared:
             parameters=sum(part.params for part in self.parts),
             experts_touched=self._touched(experts, tokens) if experts else 0.0,
             experts=experts.experts if experts else 0,
+            lengths=lengths,
+            deployment=self,
         )
 
     # -- weights

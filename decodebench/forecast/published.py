@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from decodebench.forecast.bound import Bound, Prepared, prepare
@@ -73,7 +73,7 @@ class Figure:
 def published_model(name: str) -> Model:
     """A model of a published figure: from data/published/models, or one that ``load_model`` knows."""
     path = shipped(f"{FOLDER}/models/{name}.json")
-    return load_model(path if path.is_file() else name)
+    return replace(load_model(path if path.is_file() else name), name=name)
 
 
 @cache

@@ -37,7 +37,11 @@ def weights(model) -> tuple[Part, ...]:
     that tensors need (``vocab_size``, ``hidden_size``, ``intermediate_size``).
     """
     model = load_model(model)
-    f, has = fields_of(model)
+    return tensors(model, *fields_of(model))
+
+
+def tensors(model: Model, f: Fields, has: Architecture) -> tuple[Part, ...]:
+    """``weights`` of fields that are at hand: ``f.used`` tells which of them counted."""
     found = [*mixers(model, f, has), *feed_forward(model, f, has), *norms(model, f, has), *ends(f, has)]
     found += UNUSUAL.get(f.get("model_kind"), lambda f: [])(f)
     return add_up(found)

@@ -236,9 +236,8 @@ def packed(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
         if not bucket.balanced or count > bucket.repeats:
             raise GroupingRefused(
                 f"layers {some(bucket.specs)}: pages of {', '.join(map(str, bucket.by_page))} bytes do "
-                "not repeat "
-                f"evenly, and {count} groups of them are needed: give layers of one kind equally many "
-                "of each size"
+                f"not repeat evenly, and {count} groups of them are needed: give layers of one kind "
+                "equally many of each size"
             )
         pattern = list(zip(*bucket.by_page.values()))
         for i in range(count):
@@ -292,8 +291,8 @@ def _uniform_buckets(specs: Specs) -> list[dict[str, KVCacheSpec]]:
 
 
 def least_padding(values: Sequence[int], floor: int) -> int:
-    """The size d >= ``floor`` for which rounding all values up to multiples of d adds least; the larger of
-    equals.
+    """The size d >= ``floor`` for which rounding all values up to multiples of
+    d adds least; the larger of equals.
     """
     candidates = range(max(1, floor), max(values) + 1)
     return min(candidates, key=lambda d: (sum(-value % d for value in values), -d), default=floor)

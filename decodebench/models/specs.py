@@ -178,8 +178,8 @@ class KVCacheSpec:
         return self if all(other == self for other in others) else None
 
     def same_token_slots(self, other: KVCacheSpec) -> bool:
-        """Whether both layers need the same blocks of a request, whatever their pages (one group of mixed
-        pages).
+        """Whether both layers need the same blocks of a request, whatever
+        their pages (one group of mixed pages).
         """
         base = _slot_family(self)
         return isinstance(other, base) and self._same_slots(other)
