@@ -119,38 +119,38 @@ class Blocks(NamedTuple):
 # -- keys -------------------------------------------------------------------------------------------
 
 
-def segment_at(k, request, token):
+def segment_at(starts, ids, ends, request, token):
     """The segment that covers the token before position ``token``; a number of its own behind all."""
-    low, high = k.segment_start[request], k.segment_start[request + 1]
-    if low == high or k.segment_ends[high - 1] < token:
+    low, high = starts[request], starts[request + 1]
+    if low == high or ends[high - 1] < token:
         return -2 - request
     high -= 1
     while low < high:
         middle = (low + high) // 2
-        if k.segment_ends[middle] < token:
+        if ends[middle] < token:
             low = middle + 1
         else:
             high = middle
-    return k.segment_ids[low]
+    return ids[low]
 
 
-def bucket_of(k, segment, token, group):
+def bucket_of(buckets, segment, token, group):
     """Where the blocks of a key are kept."""
     mixed = segment * 1_000_003 + token * 7919 + group * 104_729
-    return (mixed ^ (mixed >> 7) ^ (mixed >> 13)) & (len(k.buckets) - 1)
+    return (mixed ^ (mixed >> 7) ^ (mixed >> 13)) & (len(buckets) - 1)
 
 
-def find(k, segment, token, group):
+def find(facts, buckets, segment, token, group):
     """The oldest block with this key, 0 where there is none."""
-    block = k.buckets[bucket_of(k, segment, token, group)]
+    block = buckets[bucket_of(buckets, segment, token, group)]
     while block > 0:
         if (
-            k.facts[KEY_SEGMENT, block] == segment
-            and k.facts[KEY_TOKEN, block] == token
-            and k.facts[KEY_GROUP, block] == group
+            facts[KEY_SEGMENT, block] == segment
+            and facts[KEY_TOKEN, block] == token
+            and facts[KEY_GROUP, block] == group
         ):
             return block
-        block = k.facts[BUCKET_NEXT, block]
+        block = facts[BUCKET_NEXT, block]
     return 0
 
 
@@ -158,7 +158,9 @@ def forget(k, block):
     """Take a block's key away."""
     if k.facts[KEY_SEGMENT, block] == NO_KEY:
         return
-    at = bucket_of(k, k.facts[KEY_SEGMENT, block], k.facts[KEY_TOKEN, block], k.facts[KEY_GROUP, block])
+    at = bucket_of(
+        k.buckets, k.facts[KEY_SEGMENT, block], k.facts[KEY_TOKEN, block], k.facts[KEY_GROUP, block]
+    )
     other = k.buckets[at]
     if other == block:
         k.buckets[at] = k.facts[BUCKET_NEXT, block]
@@ -177,7 +179,7 @@ def remember(k, block, segment, token, group):
         forget(k, block)
     k.facts[KEY_SEGMENT, block], k.facts[KEY_TOKEN, block] = segment, token
     k.facts[KEY_GROUP, block], k.facts[BUCKET_NEXT, block] = group, 0
-    at = bucket_of(k, segment, token, group)
+    at = bucket_of(k.buckets, segment, token, group)
     other = k.buckets[at]
     if other == 0:
         k.buckets[at] = block
@@ -363,31 +365,37 @@ def write_keys(g, q, k, s, request, prompt, tokens, step):
             block = k.tables[s, group, at]
             if block == 0 or (kind == WINDOW and need < segment and at % segment < segment - need):
                 continue
-            key = segment_at(k, request, (at + 1) * b)
+            key = segment_at(k.segment_start, k.segment_ids, k.segment_ends, request, (at + 1) * b)
             remember(k, block, key, (at + 1) * b, group)
             if kind == STATE:
-                k.facts[WRITTEN, find(k, key, (at + 1) * b, group)] = step
+                k.facts[WRITTEN, find(k.facts, k.buckets, key, (at + 1) * b, group)] = step
         k.cached[s, group] = max(k.cached[s, group], full)
         last = (prompt - 1) // k.fine * k.fine
         if kind == STATE and tokens == last and tokens > 0 and tokens % b == 0:
             block = k.tables[s, group, tokens // b - 1]
             if block:
-                key = segment_at(k, request, tokens)
+                key = segment_at(k.segment_start, k.segment_ids, k.segment_ends, request, tokens)
                 remember(k, block, key, tokens, group)
-                k.facts[WRITTEN, find(k, key, tokens, group)] = step
+                k.facts[WRITTEN, find(k.facts, k.buckets, key, tokens, group)] = step
         if kind == FULL and b != k.fine and 0 < last <= tokens and last % b:
             block = k.tables[s, group, last // b]
             if k.facts[KEY_SEGMENT, block] == NO_KEY:
-                remember(k, block, segment_at(k, request, last), last, group)
+                remember(
+                    k,
+                    block,
+                    segment_at(k.segment_start, k.segment_ids, k.segment_ends, request, last),
+                    last,
+                    group,
+                )
 
 
 def known(g, k, i, request, token):
     """Whether every group of column ``i`` holds the block of this request that ends at ``token``."""
-    segment = segment_at(k, request, token)
+    segment = segment_at(k.segment_start, k.segment_ids, k.segment_ends, request, token)
     missing = 0
     for group in range(len(k.column)):
         if k.column[group] == i and missing == 0:
-            missing += find(k, segment, token, group) == 0
+            missing += find(k.facts, k.buckets, segment, token, group) == 0
     return missing == 0
 
 
@@ -452,7 +460,13 @@ def look_up(g, k, request, most):
         for at in range(hit // b):
             k.hits[group, at] = 0
             if at >= k.firsts[i]:
-                k.hits[group, at] = find(k, segment_at(k, request, (at + 1) * b), (at + 1) * b, group)
+                k.hits[group, at] = find(
+                    k.facts,
+                    k.buckets,
+                    segment_at(k.segment_start, k.segment_ids, k.segment_ends, request, (at + 1) * b),
+                    (at + 1) * b,
+                    group,
+                )
     k.junction[request] = longest if longest > hit else 0
     return hit
 

@@ -29,6 +29,7 @@ from decodebench.models.specs import (
     SlidingWindowSpec,
     cdiv,
 )
+from decodebench.words import seconds_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -319,11 +320,6 @@ LATENCIES = {
     "tpot": "time per further token",
     "latency": "whole request",
 }
-
-
-def seconds_text(value: float) -> str:
-    """A time for reading: 12.3 ms, 4.56 s."""
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:,.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
 @dataclass(frozen=True, eq=False)
