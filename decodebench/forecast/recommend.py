@@ -333,27 +333,27 @@ def _in_short(facts: Mapping[str, float]) -> str:
     )
 
 
-#: facts that explain a difference: (name, how the sentence reads, as a share)
+#: facts that explain a difference: (name, how the sentence reads, the better direction, the least that counts)
 CAUSES = (
-    ("preemptions", "preemptions go from {} to {}", False),
-    ("running", "requests that run at once go from {} to {}", False),
-    ("waiting", "requests that wait go from {} to {}", False),
-    ("prefix_hit_rate", "prefix hits go from {} to {}", True),
-    ("padding", "padding goes from {} to {} of the memory in use", True),
-    ("last_block", "unused slots go from {} to {} of the memory in use", True),
-    ("tpot_p50_s", "the time of a further token goes from {} to {}", False),
+    ("preemptions", "preemptions fall from {} to {}", -1, 1.0),
+    ("running", "requests that run at once rise from {} to {}", 1, 0.5),
+    ("waiting", "requests that wait fall from {} to {}", -1, 0.5),
+    ("prefix_hit_rate", "prefix hits rise from {} to {}", 1, 0.005),
+    ("padding", "padding falls from {} to {} of the memory in use", -1, 0.005),
+    ("last_block", "unused slots fall from {} to {} of the memory in use", -1, 0.005),
+    ("tpot_p50_s", "the time of a further token falls from {} to {}", -1, 1e-6),
 )
+SHARES = ("prefix_hit_rate", "padding", "last_block")
 
 
 def _reason(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """What became better, and the figures that moved most with it."""
     moved = []
-    for name, sentence, share in CAUSES:
+    for name, sentence, better, least in CAUSES:
         a, b = before[name] or 0.0, after[name] or 0.0
-        size = abs(b - a) / max(abs(a), abs(b), 1e-12)
-        if size > 0.1 and (not share or abs(b - a) > 0.005):
-            shown = (_figure(name, value, share) for value in (a, b))
-            moved.append((size, sentence.format(*shown)))
+        size = (b - a) * better / max(abs(a), abs(b), 1e-12)
+        if size > 0.05 and (b - a) * better >= least:
+            moved.append((size, sentence.format(_figure(name, a), _figure(name, b))))
     moved.sort(reverse=True)
     because = ", because " + " and ".join(text for _, text in moved[:2]) if moved else ""
     good = f"{before['goodput']:.2f} → {after['goodput']:.2f} good requests a second"
@@ -364,8 +364,8 @@ def _reason(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     return good + because
 
 
-def _figure(name: str, value: float, share: bool) -> str:
-    if share:
+def _figure(name: str, value: float) -> str:
+    if name in SHARES:
         return f"{value:.0%}"
     if name.endswith("_s"):
         return seconds_text(value)
