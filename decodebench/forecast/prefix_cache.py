@@ -44,11 +44,9 @@ from decodebench.forecast.scheduler import (
     N_QUEUED,
     N_RECOMPUTED,
     N_RUNNING,
-    N_SAMPLES,
     N_SINGLES,
     N_SPARE,
     N_STEP,
-    N_STRIDE,
     N_TAIL,
     OUTPUT,
     POOL,
@@ -67,6 +65,7 @@ from decodebench.forecast.scheduler import (
     X_BUSY,
     X_NOW,
     X_RUNNING,
+    X_SAMPLE_AT,
     X_WAITING,
     Requests,
 )
@@ -687,26 +686,13 @@ def end_step(g, q, r, k):
         s = after
 
 
-def write_sample(g, q, k, step, waiting):
-    """Write down how things stand; where the table is full, keep every other row."""
-    n, rows = q.n, q.samples
-    if n[N_SAMPLES] == len(rows):
-        half = len(rows) // 2
-        for row in range(half):
-            rows[row] = rows[2 * row + 1]
-        n[N_SAMPLES] = half
-        n[N_STRIDE] *= 2
-        if (step + 1) % n[N_STRIDE]:
-            return
-    row = rows[n[N_SAMPLES]]
-    n[N_SAMPLES] += 1
-    row[:] = 0.0
-    row[0], row[1], row[2] = q.x[X_NOW], n[N_RUNNING], waiting
-    row[3], row[4] = n[N_PREEMPTIONS], n[N_DONE]
+def write_sample(g, q, k, waiting):
+    """Write down how things stand."""
+    row = q.samples[sample_row(q, waiting)]
     columns = g.shape[1]
     for i in range(columns):
         row[5 + i] = k.used[i] / g[WEIGHT, i]
-    s = n[N_HEAD]
+    s = q.n[N_HEAD]
     while s >= 0:
         for i in range(columns):
             row[5 + columns + i] += content(g, i, q.slots[COMPUTED, s] + q.slots[CHUNK_TOKENS, s])
@@ -729,6 +715,9 @@ def run_steps(g, q, r, cost, k, most, budget, align, checkpoint, policy, steps, 
         if n[N_RUNNING] == 0 and n[N_QUEUED] == 0 and n[N_NEXT] == n[N_ARRIVED]:
             if n[N_ARRIVED] == total:
                 return False
+            if r.times[ARRIVAL, n[N_ARRIVED]] >= x[X_SAMPLE_AT]:  # long enough idle to be seen
+                sample_row(q, 0)
+                x[X_SAMPLE_AT] = x[X_NOW]
             x[X_NOW] = r.times[ARRIVAL, n[N_ARRIVED]]
             continue
         step = n[N_STEP]
@@ -752,8 +741,8 @@ def run_steps(g, q, r, cost, k, most, budget, align, checkpoint, policy, steps, 
         if step < len(trace):
             trace[step, 0], trace[step, 1], trace[step, 2] = q.free[0], n[N_RUNNING], waiting
             trace[step, 3] = scheduled
-        if (step + 1) % n[N_STRIDE] == 0:
-            write_sample(g, q, k, step, waiting)
+        if x[X_NOW] >= x[X_SAMPLE_AT]:
+            write_sample(g, q, k, waiting)
         end_step(g, q, r, k)
         n[N_STEP] += 1
         if scheduled == 0 and not preempted:
@@ -768,6 +757,7 @@ def run_steps(g, q, r, cost, k, most, budget, align, checkpoint, policy, steps, 
 #: what is taken over from ``scheduler``
 aligned_chunk, push, pop = scheduler.aligned_chunk, scheduler.push, scheduler.pop
 _before, _seconds, content = scheduler._before, scheduler._seconds, scheduler.content
+sample_row = scheduler.sample_row
 
 _COMPILED = (
     segment_at,
@@ -809,7 +799,7 @@ def compiled() -> SimpleNamespace:
     import numba
 
     space = dict(globals())
-    for name in ("aligned_chunk", "push", "pop", "_before", "_seconds", "content"):
+    for name in ("aligned_chunk", "push", "pop", "_before", "_seconds", "content", "sample_row"):
         space[name] = getattr(theirs, name)
     for function in _COMPILED:
         copy = FunctionType(function.__code__, space, function.__name__)

@@ -130,7 +130,6 @@ class State(NamedTuple):
     N_PREEMPTIONS,
     N_RECOMPUTED,
     N_SAMPLES,
-    N_STRIDE,
     N_DECODED,
     N_PREFILLED,
     N_IN_ORDER,
@@ -138,8 +137,8 @@ class State(NamedTuple):
     N_HITS,
     N_OUTPUT,
     N_COUNTERS,
-) = range(23)
-X_NOW, X_BUSY, X_RUNNING, X_WAITING, X_SUMS = range(5)
+) = range(22)
+X_NOW, X_BUSY, X_RUNNING, X_WAITING, X_SAMPLE_AT, X_SAMPLE_EVERY, X_SUMS = range(7)
 
 
 # -- blocks of one request -----------------------------------------------------------------------
@@ -703,31 +702,37 @@ def _finish_step(g, q, r, step):
             count_in(g, q, s, step + 1, r.tokens[PROMPT, request], r.tokens[OUTPUT, request])
 
 
-def _sample(g, q, step, waiting):
-    """Write down how things stand; where the table is full, keep every other row."""
-    n, rows = q.n, q.samples
+def sample_row(q, waiting):
+    """The number of the next row of samples, begun; where the table is full, every other row is kept."""
+    n, x, rows = q.n, q.x, q.samples
     if n[N_SAMPLES] == len(rows):
         half = len(rows) // 2
         for k in range(half):
             rows[k] = rows[2 * k + 1]
         n[N_SAMPLES] = half
-        n[N_STRIDE] *= 2
-        if (step + 1) % n[N_STRIDE]:
-            return
-    row = rows[n[N_SAMPLES]]
+        x[X_SAMPLE_EVERY] *= 2
+    at = n[N_SAMPLES]
     n[N_SAMPLES] += 1
-    row[:] = 0.0
-    row[0], row[1], row[2] = q.x[X_NOW], n[N_RUNNING], waiting
-    row[3], row[4] = n[N_PREEMPTIONS], n[N_DONE]
+    x[X_SAMPLE_AT] = x[X_NOW] + x[X_SAMPLE_EVERY]
+    rows[at, :] = 0.0
+    rows[at, 0], rows[at, 1], rows[at, 2] = x[X_NOW], n[N_RUNNING], waiting
+    rows[at, 3], rows[at, 4] = n[N_PREEMPTIONS], n[N_DONE]
+    return at
+
+
+def _sample(g, q, step, waiting):
+    """Write down how things stand."""
+    row = q.samples[sample_row(q, waiting)]
     groups = g.shape[1]
-    s = n[N_HEAD]
+    s = q.n[N_HEAD]
     while s >= 0:
         if q.slots[MODE, s] == COUNTED:
             c = q.slots[BASE, s] + step
             e = c + 1
         else:
-            c = q.slots[BEFORE, s] if q.slots[CHUNK_TOKENS, s] == 0 else q.slots[COMPUTED, s]
-            e = c + q.slots[CHUNK_TOKENS, s] if q.slots[CHUNK_TOKENS, s] else q.slots[COMPUTED, s]
+            new = q.slots[CHUNK_TOKENS, s]
+            c = q.slots[COMPUTED, s] if new else q.slots[BEFORE, s]
+            e = q.slots[COMPUTED, s] + new
         for i in range(groups):
             row[5 + i] += held(g, i, c, e)
             row[5 + groups + i] += content(g, i, e)
@@ -753,6 +758,9 @@ def run_steps(g, q, r, cost, most, budget, align, checkpoint, policy, prefill, s
         if n[N_RUNNING] == 0 and n[N_QUEUED] == 0 and n[N_NEXT] == n[N_ARRIVED]:
             if n[N_ARRIVED] == total:
                 return False
+            if r.times[ARRIVAL, n[N_ARRIVED]] >= x[X_SAMPLE_AT]:  # long enough idle to be seen
+                sample_row(q, 0)
+                x[X_SAMPLE_AT] = x[X_NOW]
             x[X_NOW] = r.times[ARRIVAL, n[N_ARRIVED]]
             continue
         step = n[N_STEP]
@@ -775,7 +783,7 @@ def run_steps(g, q, r, cost, most, budget, align, checkpoint, policy, prefill, s
         if step < len(trace):
             trace[step, 0], trace[step, 1], trace[step, 2] = q.free[0], n[N_RUNNING], waiting
             trace[step, 3] = n[N_DECODED] + n[N_PREFILLED] - before
-        if (step + 1) % n[N_STRIDE] == 0:
+        if x[X_NOW] >= x[X_SAMPLE_AT]:
             _sample(g, q, step, waiting)
         _finish_step(g, q, r, step)
         n[N_STEP] += 1
@@ -808,6 +816,7 @@ _COMPILED = (
     _admit,
     _seconds,
     _finish_step,
+    sample_row,
     _sample,
     run_steps,
 )
@@ -853,7 +862,8 @@ def new_state(
     counters = np.zeros(N_COUNTERS, np.int64)
     counters[[N_HEAD, N_TAIL]] = -1
     counters[N_SPARE] = most
-    counters[N_STRIDE] = 1
+    sums = np.zeros(X_SUMS)
+    sums[X_SAMPLE_EVERY] = max(float(requests.times[ARRIVAL].max(initial=0.0)) / (samples // 2), 1e-3)
     return State(
         slots,
         finish_head=empty(ring(longest)),
@@ -867,7 +877,7 @@ def new_state(
         queue=np.zeros(n + 1, np.int32),
         samples=np.zeros((samples, len(SAMPLE) + 2 * kinds)),
         n=counters,
-        x=np.zeros(X_SUMS),
+        x=sums,
     )
 
 

@@ -447,9 +447,9 @@ class Simulation:
         return hits / max(hits + self.count(scheduler.N_PREFILLED), 1)
 
     def over_time(self) -> pd.DataFrame:
-        """How things stood at some hundred steps: running and waiting requests, preemptions so far, and the
-        pools' bytes by cause: content, last_block (slots of held blocks without a token that is read),
-        padding (pages and layers that groups are padded with), free.
+        """How things stood at some hundred moments, each until the next: running and waiting requests,
+        preemptions so far, and the pools' bytes by cause: content, last_block (slots of held blocks without
+        a token that is read), padding (pages and layers that groups are padded with), free.
         """
         import numpy as np
         import pandas as pd

@@ -52,11 +52,24 @@ def over_time(found: Simulation, title: str, subtitle: str = "") -> Chart:
     minutes = table["time"] / 60
     gib = [table[column] / 2**30 for column, _, _ in CAUSES]
     above.stackplot(
-        minutes, gib, labels=[name for _, name, _ in CAUSES], colors=[c for *_, c in CAUSES], linewidth=0
+        minutes,
+        gib,
+        labels=[name for _, name, _ in CAUSES],
+        colors=[c for *_, c in CAUSES],
+        linewidth=0,
+        step="post",
     )
     above.set_ylabel("cache (GiB)")
-    below.plot(minutes, table["running"], color=GREEN, label="running", linewidth=1.2)
-    below.plot(minutes, table["waiting"], color=SKY, label="waiting", linewidth=1.2, linestyle="--")
+    below.plot(minutes, table["running"], color=GREEN, label="running", linewidth=1.2, drawstyle="steps-post")
+    below.plot(
+        minutes,
+        table["waiting"],
+        color=SKY,
+        label="waiting",
+        linewidth=1.2,
+        linestyle="--",
+        drawstyle="steps-post",
+    )
     below.set_ylabel("requests")
     below.set_xlabel("time since the first request (minutes)")
     for axes in (above, below):
