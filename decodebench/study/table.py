@@ -106,6 +106,7 @@ COLUMNS: dict[str, Column] = {
     "reason": Column("string", "", "why a case was refused or failed"),
     "seconds": Column("Float64", "s", "wall time of the whole case"),
     "run": Column("Int64", "", "which run of the folder's provenance made the row"),
+    "node": Column("string", "", "machine that ran the case, where a cluster did; empty: the run's"),
     # layout
     "groups": Column("Int64", "", "KV cache groups"),
     "layers": Column("Int64", "", "layers with a cache"),
