@@ -53,8 +53,7 @@ def processes(cases: Mapping[str, Case], workers: int | None = None, address: st
         try:
             yield from _pooled(pending, workers, suspects)
         except BrokenProcessPool:  # one of the suspects is to blame: each alone tells which
-            for case_id, case in suspects:
-                yield case_id, _alone(case)
+            yield from _one_by_one(deque(suspects))
             suspects.clear()
 
 
@@ -78,15 +77,23 @@ def _pooled(pending: deque, workers: int, flying: list) -> Finished:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _alone(case: Case) -> dict:
-    """One case in a process of its own; a row that says so where it kills it every time."""
-    for _ in range(TRIES):
-        try:
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                return pool.submit(evaluate, case).result()
-        except BrokenProcessPool:
-            continue
-    return _died(f"its process was killed {TRIES} times")
+def _one_by_one(suspects: deque[tuple[str, Case]]) -> Finished:
+    """Each in turn in a process of its own; a row that says so for one that kills it every time."""
+    tries = 0
+    while suspects:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            try:
+                while suspects:
+                    case_id, case = suspects[0]
+                    row = pool.submit(evaluate, case).result()
+                    suspects.popleft()
+                    tries = 0
+                    yield case_id, row
+            except BrokenProcessPool:
+                tries += 1
+                if tries == TRIES:
+                    yield suspects.popleft()[0], _died(f"its process was killed {TRIES} times")
+                    tries = 0
 
 
 def _died(reason: str) -> dict:

@@ -24,10 +24,11 @@ def comparable(table):
     return table.drop(columns=["seconds", "run", "node"])
 
 
-def test_processes_make_the_same_table():
+def test_processes_make_the_same_table_and_go_on_where_another_runner_stopped(tmp_path):
     here = sweep.run(GRID, progress=False)
-    there = sweep.run(GRID, progress=False, runner="processes", workers=2)
-    assert len(here) == 36 and comparable(here).equals(comparable(there))
+    sweep.run(GRID | {"block_size": 16}, tmp_path, progress=False)
+    there = sweep.run(GRID, tmp_path, progress=False, runner="processes", workers=2)
+    assert len(here) == len(read_folder(tmp_path)[0]) == 36 and comparable(here).equals(comparable(there))
 
 
 def test_a_killed_worker_loses_no_row():
@@ -92,10 +93,3 @@ def test_a_ray_node_killed_half_way_loses_no_row():
         row.pop("seconds"), local[case_id].pop("seconds")
         assert row == local[case_id]
     assert len(found) == 2000
-
-
-def test_a_journal_of_processes_resumes(tmp_path):
-    sweep.run(GRID | {"block_size": 16}, tmp_path, progress=False, runner="processes", workers=2)
-    whole = sweep.run(GRID, tmp_path, progress=False)
-    assert len(read_folder(tmp_path)[0]) == 36
-    assert comparable(whole).equals(comparable(sweep.run(GRID, progress=False)))
