@@ -123,7 +123,7 @@ class Recommendation:
 
         rows = [
             vars(tried.choice)
-            | {"offered": tried.choice.offered, "refused": tried.refused}
+            | {"offered": tried.choice.offered, "reason": tried.refused}
             | dict(tried.facts)
             for tried in self.tried
         ]

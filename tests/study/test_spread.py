@@ -8,7 +8,6 @@ import pytest
 
 from decodebench.study import sweep
 from decodebench.study.grid import SweepError, cases
-from decodebench.study.journal import read_folder
 from decodebench.study.spread import RUNNERS, processes, runner_of
 
 GRID = {
@@ -28,7 +27,7 @@ def test_processes_make_the_same_table_and_go_on_where_another_runner_stopped(tm
     here = sweep.run(GRID, progress=False)
     sweep.run(GRID | {"block_size": 16}, tmp_path, progress=False)
     there = sweep.run(GRID, tmp_path, progress=False, runner="processes", workers=2)
-    assert len(here) == len(read_folder(tmp_path)[0]) == 36 and comparable(here).equals(comparable(there))
+    assert len(here) == len(sweep.read(tmp_path)) == 36 and comparable(here).equals(comparable(there))
 
 
 def test_a_killed_worker_loses_no_row():
