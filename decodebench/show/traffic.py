@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decodebench.forecast.recommend import Recommendation, recommend
@@ -132,23 +132,21 @@ def traffic_verdict(first: Simulation, other: Simulation, ttft: float, tpot: flo
 
 
 def recommendations(
-    deployments: Sequence[Mapping], ttft: float, tpot: float, efficiency: float, requests: int | None = None
+    machine: str,
+    deployments: Sequence[tuple[str, str, str, float]],
+    ttft: float,
+    tpot: float,
+    efficiency: float,
+    requests: int | None = None,
 ) -> list[Recommendation]:
-    """One search for each of {model, machine, memory, trace, rate}."""
+    """One search for each (model, memory, trace, requests a second)."""
     found = []
-    for one in deployments:
-        traffic = read_traffic(one["trace"], rate=one["rate"])
+    for model, memory, trace, rate in deployments:
+        traffic = read_traffic(trace, rate=rate)
         traffic = traffic.first(requests or len(traffic))
         found.append(
             recommend(
-                one["model"],
-                one["machine"],
-                traffic,
-                one["memory"],
-                ttft=ttft,
-                tpot=tpot,
-                efficiency=efficiency,
-                progress=False,
+                model, machine, traffic, memory, ttft=ttft, tpot=tpot, efficiency=efficiency, progress=False
             )
         )
     return found
