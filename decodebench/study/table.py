@@ -108,6 +108,7 @@ COLUMNS: dict[str, Column] = {
     "run": Column("Int64", "", "which run of the folder's provenance made the row"),
     "node": Column("string", "", "machine that ran the case, where a cluster did; empty: the run's"),
     # layout
+    "reading": Column("string", "", "how an unknown family was read; empty where a reader knows it"),
     "groups": Column("Int64", "", "KV cache groups"),
     "layers": Column("Int64", "", "layers with a cache"),
     "group_block_sizes": Column("string", "tokens", "block size of each group, in order"),
