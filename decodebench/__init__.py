@@ -35,6 +35,13 @@ _HOME = {
     "FAULTS": "cache.faults",
     "audit": "coverage.from_bytes",
     "measure_decode": "measure.latency",
+    "read_traffic": "forecast.traces",
+    "list_traces": "forecast.traces",
+    "synthetic_traffic": "forecast.traffic",
+    "simulate": "forecast.simulate",
+    "compare_simulations": "forecast.simulate",
+    "step_floor": "forecast.step_costs",
+    "recommend": "forecast.recommend",
     "sweep": "study",
     "report": "show",
 }

@@ -38,6 +38,12 @@ COMMANDS = {
         "sweep_command",
         "a grid of cases to a table",
     ),
+    "simulate": (
+        "decodebench.forecast.simulate_command",
+        "add_simulate_arguments",
+        "simulate_command",
+        "a layout under traffic: what runs, waits, is preempted",
+    ),
     "report": ("decodebench.show.report", "add_report_arguments", "report_command", "notebooks to HTML"),
     "gpu": ("decodebench.study.gpu", "add_gpu_arguments", "gpu_command", "ten minutes of figures from a GPU"),
     "bench fill": (
@@ -45,6 +51,12 @@ COMMANDS = {
         "add_arguments",
         "bench_fill_command",
         "fill speed against memset",
+    ),
+    "bench simulate": (
+        "decodebench.study.bench_simulate",
+        "add_arguments",
+        "bench_simulate_command",
+        "requests simulated a second, and how that grows",
     ),
     "bench decode": (
         "decodebench.study.bench_decode",

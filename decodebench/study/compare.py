@@ -102,21 +102,26 @@ def _refuse_different(sides: Sequence[dict[tuple, dict]], keys: Sequence[str]) -
 
 
 def _refuse_different_machines(a, b) -> None:
-    machines = []
-    for frame in (a, b):
-        used = set(frame.loc[frame["median_s"].notna(), "run"])
-        machines.append(
-            {
-                (r.get("device"), r.get("cores"))
-                for r in frame.attrs.get("provenance", [])
-                if r.get("run") in used
-            }
-        )
-    if all(machines) and machines[0] != machines[1]:
+    machines = [_machines(frame) for frame in (a, b)]
+    if all(machines) and (machines[0] != machines[1] or len(machines[0]) > 1):
         raise SweepError(
             f"latencies of different machines: {_few(machines[0])} and {_few(machines[1])}. "
             "compare(…, across=('machine',)) compares them all the same"
         )
+
+
+def _machines(frame) -> set[str]:
+    """Machines that rows with a latency ran on: the row's own where a cluster ran it, else its run's."""
+    timed = frame[frame["median_s"].notna()]
+    nodes = timed["node"] if "node" in timed else timed["run"].isna()
+    of_run = {
+        r.get("run"): f"{r.get('device')}, {r.get('cores')} cores" for r in frame.attrs.get("provenance", [])
+    }
+    return {
+        node if isinstance(node, str) else of_run[run]
+        for node, run in zip(nodes, timed["run"])
+        if isinstance(node, str) or run in of_run
+    }
 
 
 def _ratio_spread(before: dict, after: dict, metric: str) -> tuple[float, float]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from decodebench.errors import DecodebenchError
 from decodebench.measure.journal import SCHEMA_VERSION
 
-#: how far a case goes, each level including those before it
-MEASURES = ("layout", "coverage", "audit", "decode")
+#: how far a case goes, each level including those before it; traffic goes on from the layout alone
+MEASURES = ("layout", "coverage", "audit", "decode", "traffic")
 #: what the connector writes
 VALUES = ("constant", "normal", "zeros", "unfilled")
 
@@ -35,7 +35,8 @@ class Case:
     model: str
     #: fields of the config.json to change, as JSON: {"num_key_value_heads": 2}
     hf_overrides: str | None = None
-    #: how far to go: "layout" (arithmetic), "coverage" (block ids), "audit" (bytes), "decode" (latency)
+    #: how far to go: "layout" (arithmetic), "coverage" (block ids), "audit" (bytes), "decode" (latency), or
+    #: "traffic" (requests simulated on the layout)
     measure: str = "coverage"
     #: memory the layout is planned for, in bytes or with a unit
     memory: str = "8GiB"
@@ -74,6 +75,19 @@ class Case:
     #: decode steps are timed for at least this long
     min_seconds: float = 0.3
     seed: int = 0
+    #: for "traffic": a trace's name or path
+    trace: str | None = None
+    #: requests a second; null: the trace's own times
+    rate: float | None = None
+    #: only the first so many; null: all
+    requests: int | None = None
+    #: whose floor steps take, divided by the efficiency
+    machine: str = "h100"
+    efficiency: float = 1.0
+    max_num_seqs: int = 256
+    #: limits of goodput in seconds: first token, further tokens; null: none
+    ttft_limit: float | None = None
+    tpot_limit: float | None = None
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -84,12 +98,17 @@ class Case:
     def case_id(self) -> str:
         """A name made of the case's content and, for a config of the user's own, the file's content."""
         content = {"schema": SCHEMA_VERSION} | asdict(self)
+        if self.measure != "traffic":  # these mean nothing to it, and came later
+            content = {name: value for name, value in content.items() if name not in TRAFFIC_AXES}
         if Path(self.model).is_file():
             content["model"] = hashlib.sha256(Path(self.model).read_bytes()).hexdigest()
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 AXES = tuple(field.name for field in fields(Case))
+
+#: axes of ``traffic`` alone
+TRAFFIC_AXES = AXES[AXES.index("trace") :]
 
 
 def parse_context(text: str | int) -> tuple[int, ...]:
@@ -162,6 +181,7 @@ _TYPES = {
     "str | None": (str, type(None)),
     "int | str | None": (int, str, type(None)),
     "float": (float, int),
+    "float | None": (float, int, type(None)),
 }
 
 
@@ -197,4 +217,6 @@ _POSITIVE = {
     "decode_context_parallel_size",
     "max_model_len",
     "layers_per_group",
+    "requests",
+    "max_num_seqs",
 }

@@ -19,7 +19,7 @@ from decodebench.measure.provenance import provenance
 from decodebench.study.compare import compare
 from decodebench.study.grid import AXES, Case, SweepError, cases, load_grid
 from decodebench.study.plans import forget
-from decodebench.study.runners import evaluate
+from decodebench.study.spread import RUNNERS, Finished, runner_of
 from decodebench.study.table import COLUMNS, DTYPES, read, schema, table
 
 __all__ = ["AXES", "COLUMNS", "Case", "SweepError", "compare", "read", "run", "schema"]
@@ -31,20 +31,29 @@ def run(
     *,
     retry_failed: bool = False,
     progress: bool | None = None,
+    runner: str = "local",
+    workers: int | None = None,
+    address: str | None = None,
 ):
     """Every case of the grid as a DataFrame with the columns of ``COLUMNS``, in the grid's order.
 
     ``grid``: axes (see ``Case``), several such grids, or the path of a TOML file. ``out``: a folder
     for the rows and their provenance; cases that it already holds are not computed again, except
-    those that failed or were refused where ``retry_failed``. Without it nothing is stored.
-    ``progress``: a bar with the time left; by default where stderr is a terminal.
-    ``.attrs["provenance"]`` of the result lists the runs that its ``run`` column names.
+    those that failed or were refused where ``retry_failed``. Without it nothing is stored. ``progress``: a
+    bar with the time left; by default where stderr is a terminal. ``.attrs["provenance"]`` of the result
+    lists the runs that its ``run`` column names. ``runner``: ``local`` (one case after another, here),
+    ``processes`` (``workers`` of them; layout, coverage and traffic cases) or ``ray`` (a cluster at
+    ``address``, else this machine; extra ``ray``): see ``spread``. The rows are the same.
     """
+    run_cases = runner_of(runner)
     forget()
     wanted = cases(load_grid(grid) if isinstance(grid, str | Path) else grid)
     by_id = {case.case_id(): case for case in wanted}
     if out is None:
-        rows = {case_id: row | {"run": 0} for case_id, row in _rows(by_id, progress)}
+        rows = {
+            case_id: row | {"run": 0}
+            for case_id, row in _rows(by_id, run_cases(by_id, workers, address), progress)
+        }
         return table(rows, list(by_id), [{"run": 0} | _provenance(grid, wanted)])
     with Journal(out) as journal:
         missing = {
@@ -54,7 +63,8 @@ def run(
         }
         if missing:
             journal.begin_run(_provenance(grid, wanted))
-            for _, row in _rows(missing, progress, done=len(by_id) - len(missing)):
+            finished = run_cases(missing, workers, address)
+            for _, row in _rows(missing, finished, progress, done=len(by_id) - len(missing)):
                 journal.append(row)
         journal.compact(list(by_id), DTYPES)
         return table(journal.rows, list(by_id), journal.runs)
@@ -66,15 +76,16 @@ def _provenance(grid, wanted: Sequence[Case]) -> dict:
     return provenance(settings, device=sorted(used) or "cpu")
 
 
-def _rows(pending: Mapping[str, Case], progress: bool | None, done: int = 0):
-    """(case id, row) of each case as it is finished."""
+def _rows(pending: Mapping[str, Case], finished: Finished, progress: bool | None, done: int = 0):
+    """(case id, row) of each case as its runner finishes it."""
     from tqdm import tqdm
 
     hidden = None if progress is None else not progress  # None: tqdm looks whether stderr is a terminal
     with tqdm(total=done + len(pending), initial=done, unit="case", disable=hidden, leave=False) as bar:
-        for case_id, case in pending.items():
+        for case_id, columns in finished:
+            case = pending[case_id]
+            yield case_id, {"case_id": case_id} | asdict(case) | columns
             bar.set_postfix_str(f"{case.model} {case.grouping} {case.context}", refresh=False)
-            yield case_id, {"case_id": case_id} | asdict(case) | evaluate(case)
             bar.update()
 
 
@@ -91,6 +102,9 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="compute failed and refused cases again")
     parser.add_argument("--against", type=Path, help="a stored sweep to compare with afterwards")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--runner", default="local", help=f"where cases run: {', '.join(RUNNERS)}")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes, or cores of a local Ray")
+    parser.add_argument("--address", help="of a Ray cluster: auto, or ray://host:10001")
 
 
 def sweep_command(arguments: argparse.Namespace) -> int:
@@ -99,6 +113,9 @@ def sweep_command(arguments: argparse.Namespace) -> int:
         arguments.out,
         retry_failed=arguments.retry_failed,
         progress=False if arguments.quiet else None,
+        runner=arguments.runner,
+        workers=arguments.workers,
+        address=arguments.address,
     )
     counts = ", ".join(f"{n} {status}" for status, n in result["status"].value_counts().items())
     print(f"{len(result)} case{'s' * (len(result) != 1)} of this grid ({counts}) in {arguments.out}")

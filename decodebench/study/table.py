@@ -49,6 +49,14 @@ _AXIS_MEANINGS = {
     "cold": "caches flushed before every step",
     "min_seconds": "time for the clock",
     "seed": "of values, block tables and queries",
+    "trace": "traffic simulated",
+    "rate": "requests a second asked for; empty: the trace's",
+    "requests": "first requests of the trace; empty: all",
+    "machine": "whose floor steps take",
+    "efficiency": "of the floor that steps reach",
+    "max_num_seqs": "requests that run at most",
+    "ttft_limit": "limit of goodput: first token",
+    "tpot_limit": "limit of goodput: each further token",
 }
 
 
@@ -63,6 +71,12 @@ _AXIS_DTYPES = {
     "seed": "Int64",
     "min_seconds": "Float64",
     "layers_per_group": "Int64",
+    "rate": "Float64",
+    "requests": "Int64",
+    "efficiency": "Float64",
+    "max_num_seqs": "Int64",
+    "ttft_limit": "Float64",
+    "tpot_limit": "Float64",
 }
 
 
@@ -72,6 +86,12 @@ _AXIS_UNITS = {
     "shared_prefix": "tokens",
     "context": "tokens",
     "min_seconds": "s",
+    "rate": "requests/s",
+    "requests": "requests",
+    "efficiency": "share",
+    "max_num_seqs": "requests",
+    "ttft_limit": "s",
+    "tpot_limit": "s",
 }
 
 
@@ -86,6 +106,7 @@ COLUMNS: dict[str, Column] = {
     "reason": Column("string", "", "why a case was refused or failed"),
     "seconds": Column("Float64", "s", "wall time of the whole case"),
     "run": Column("Int64", "", "which run of the folder's provenance made the row"),
+    "node": Column("string", "", "machine that ran the case, where a cluster did; empty: the run's"),
     # layout
     "reading": Column("string", "", "how an unknown family was read; empty where a reader knows it"),
     "groups": Column("Int64", "", "KV cache groups"),
@@ -136,6 +157,25 @@ COLUMNS: dict[str, Column] = {
     "backend_used": Column("string", "", "implementation that ran", "decode"),
     "clock": Column("string", "", "how time was taken", "decode"),
     "notes": Column("string", "", "fallbacks taken, and what limits the measurement", "decode"),
+    # traffic
+    "finished": Column("Int64", "requests", "requests served to their end", "traffic"),
+    "refused_requests": Column("Int64", "requests", "requests the layout never serves", "traffic"),
+    "traffic_seconds": Column("Float64", "s", "simulated time, first arrival to last token", "traffic"),
+    "traffic_steps": Column("Int64", "", "steps simulated", "traffic"),
+    "running": Column("Float64", "requests", "requests that run at once, mean of the busy time", "traffic"),
+    "waiting": Column("Float64", "requests", "requests that wait, mean of the busy time", "traffic"),
+    "preemptions": Column("Int64", "", "requests that gave way and were computed again", "traffic"),
+    "recomputed_tokens": Column("Int64", "tokens", "tokens computed again after preemptions", "traffic"),
+    "prefix_hit_rate": Column("Float64", "share", "tokens of prompts found in the prefix cache", "traffic"),
+    "output_tokens_per_second": Column("Float64", "tokens/s", "tokens that came out", "traffic"),
+    "goodput": Column("Float64", "requests/s", "requests finished within the limits", "traffic"),
+    "queue_p95_s": Column("Float64", "s", "wait to be admitted, 95th percentile", "traffic"),
+    **{
+        f"{name}_p{q}_s": Column("Float64", "s", f"{title}, {q}th percentile", "traffic")
+        for name, title in (("ttft", "time to the first token"), ("tpot", "time per further token"))
+        for q in (50, 95, 99)
+    },
+    "latency_p95_s": Column("Float64", "s", "whole request, 95th percentile", "traffic"),
 }
 
 

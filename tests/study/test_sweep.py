@@ -15,7 +15,7 @@ import pytest
 
 from decodebench.measure import journal as journals
 from decodebench.measure.journal import JOURNAL, PARQUET, PROVENANCE, Journal, JournalError, read_folder
-from decodebench.study import compare, plans, runners, sweep
+from decodebench.study import compare, plans, runners, spread, sweep
 from decodebench.study import table as table_
 from decodebench.study.grid import Case, SweepError, cases, load_grid, parse_context
 
@@ -283,7 +283,7 @@ def evaluated(monkeypatch):
     """Case ids in the order in which they are computed."""
     seen = []
     real = runners.evaluate
-    monkeypatch.setattr(sweep, "evaluate", lambda case: seen.append(case.case_id()) or real(case))
+    monkeypatch.setattr(spread, "evaluate", lambda case: seen.append(case.case_id()) or real(case))
     return seen
 
 
@@ -345,11 +345,11 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(case)
 
-    monkeypatch.setattr(sweep, "evaluate", interrupted)
+    monkeypatch.setattr(spread, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sweep.run(GRID, tmp_path)
     assert len(sweep.read(tmp_path)) == 2, "readable in between"
-    monkeypatch.setattr(sweep, "evaluate", real)
+    monkeypatch.setattr(spread, "evaluate", real)
     same(sweep.run(GRID, tmp_path), whole)
     assert sorted(p.name for p in tmp_path.iterdir()) == [PROVENANCE, PARQUET]
 
