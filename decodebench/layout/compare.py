@@ -82,7 +82,8 @@ def facts(layout: Layout, length: int | None = None) -> dict:
         "concurrency": c.concurrency,
         "tokens": c.tokens,
         "tokens_old": c.tokens_old,
-        "intercept_bytes": c.intercept_bytes,
+        "start_bytes": c.start_bytes,
+        "request_bytes": c.request_bytes,
         "slope_bytes": c.slope_bytes,
     } | {
         f"waste_{cause}": share

@@ -13,7 +13,6 @@ from decodebench.models.specs import (
     AttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
-    FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     cdiv,
@@ -47,12 +46,7 @@ def visible(spec: KVCacheSpec, num_tokens: int, encoder_tokens: int | None = Non
     """
     if isinstance(spec, CrossAttentionSpec):
         return 0, spec.max_encoder_tokens if encoder_tokens is None else encoder_tokens
-    start = spec.num_skipped_tokens(num_tokens - 1)
-    if isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None:
-        start = max(0, num_tokens - spec.sliding_window)
-    elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
-        start = (num_tokens - 1) // spec.attention_chunk_size * spec.attention_chunk_size
-    return start, num_tokens
+    return spec.num_unread_tokens(num_tokens), num_tokens
 
 
 def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = None) -> tuple[LayerWork, ...]:

@@ -143,6 +143,12 @@ class KVCacheSpec:
         """
         return 0
 
+    def num_unread_tokens(self, num_tokens: int) -> int:
+        """Leading tokens that the step computing position ``num_tokens - 1`` does not read, though a block
+        may hold them.
+        """
+        return self.num_skipped_tokens(num_tokens - 1)
+
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         """Block-table positions that the next decode step reads.
 
@@ -150,7 +156,7 @@ class KVCacheSpec:
         so positions ``[0, num_tokens - 1)`` come from the cache. ``tokens_per_block`` is the
         block size times the decode-context-parallel size where the layer is sharded by it.
         """
-        return _blocks_of(self.num_skipped_tokens(num_tokens - 1), num_tokens - 1, tokens_per_block)
+        return _blocks_of(self.num_unread_tokens(num_tokens), num_tokens - 1, tokens_per_block)
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         """Blocks the engine reserves for one request of ``max_model_len`` tokens."""
@@ -223,14 +229,12 @@ class FullAttentionSpec(AttentionSpec):
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 
-    def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
-        first = 0
+    def num_unread_tokens(self, num_tokens: int) -> int:
         if self.sliding_window is not None:
-            first = max(0, num_tokens - self.sliding_window)
-        elif self.attention_chunk_size is not None:
-            c = self.attention_chunk_size
-            first = (num_tokens - 1) // c * c
-        return _blocks_of(first, num_tokens - 1, tokens_per_block)
+            return max(0, num_tokens - self.sliding_window)
+        if self.attention_chunk_size is not None:
+            return (num_tokens - 1) // self.attention_chunk_size * self.attention_chunk_size
+        return 0
 
     def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
         """Layers that differ only in one window (or chunk) value share a group; two windows do not."""

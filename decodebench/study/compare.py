@@ -20,7 +20,8 @@ METRICS = (
     "num_blocks",
     "blocks_per_request",
     "concurrency",
-    "intercept_bytes",
+    "start_bytes",
+    "request_bytes",
     "slope_bytes",
 )
 

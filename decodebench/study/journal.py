@@ -21,7 +21,7 @@ from pathlib import Path
 from decodebench.errors import DecodebenchError
 
 #: raised when a column changes its meaning or a case its default; folders of another version are refused
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 JOURNAL, PARQUET, PROVENANCE = "journal.jsonl", "rows.parquet", "provenance.json"
 

@@ -89,6 +89,7 @@ COLUMNS: dict[str, Column] = {
     "seconds": Column("Float64", "s", "wall time of the whole case"),
     "run": Column("Int64", "", "which run of the folder's provenance made the row"),
     # layout
+    "longest_context": Column("Int64", "tokens", "the longest request: context as a number to sort by"),
     "groups": Column("Int64", "", "KV cache groups"),
     "layers": Column("Int64", "", "layers with a cache"),
     "group_block_sizes": Column("string", "tokens", "block size of each group, in order"),
@@ -100,18 +101,26 @@ COLUMNS: dict[str, Column] = {
     "blocks_per_request": Column("Float64", "blocks", "blocks reserved for a request, mean of the batch"),
     "concurrency": Column("Float64", "requests", "requests of the longest context that fit at once"),
     "tokens": Column("Int64", "tokens", "concurrency × longest context, as vLLM logs it"),
-    "intercept_bytes": Column("Float64", "bytes", "what a request costs whatever its length"),
-    "slope_bytes": Column("Float64", "bytes/token", "what a further token costs"),
+    "start_bytes": Column("Int64", "bytes", "KV cache that a request of one token reserves"),
+    "request_bytes": Column("Int64", "bytes", "KV cache that a request of the longest context reserves"),
+    "slope_bytes": Column("Float64", "bytes/token", "KV cache of a further token around that length"),
     "waste_padding_layers": Column("Float64", "share", "memory lost to groups narrower than the widest"),
     "waste_padded_pages": Column("Float64", "share", "memory lost to pages padded to a common size"),
+    "waste_unread": Column("Float64", "share", "memory of tokens kept that no step reads: windows left them"),
     "waste_last_block": Column("Float64", "share", "memory lost to partly filled last blocks"),
-    "waste_reserve": Column("Float64", "share", "memory of blocks kept for tokens in flight"),
+    "waste_reserve": Column(
+        "Float64", "share", "memory reserved for tokens in flight (max_num_batched_tokens), not lost"
+    ),
     "waste_null_block": Column("Float64", "share", "memory of the null blocks"),
     "waste_tail": Column("Float64", "share", "memory left over after the last whole block"),
     # coverage: from block ids, and for "audit" from bytes as well
     "required_pages": Column("Int64", "pages", "(layer, block) pages that the next step reads", "coverage"),
     "coverage": Column(
-        "Float64", "share", "required pages that were filled or zeroed on purpose", "coverage"
+        "Float64",
+        "share",
+        "required pages that were filled or zeroed on purpose: by block ids, from audit on by bytes; empty: "
+        "not judged at this level",
+        "coverage",
     ),
     "worst_group_coverage": Column("Float64", "share", "the same for the group that got least", "coverage"),
     "stray_pages": Column("Int64", "pages", "pages written that no request owned", "coverage"),

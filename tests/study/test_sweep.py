@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from decodebench.cache.faults import FAULTS
 from decodebench.study import compare, plans, runners, sweep
 from decodebench.study import journal as journals
 from decodebench.study import table as table_
@@ -247,7 +248,7 @@ def test_folders_of_another_kind_are_refused(tmp_path):
     stored = json.loads((tmp_path / PROVENANCE).read_text())
     (tmp_path / PROVENANCE).write_text(json.dumps(stored | {"schema": 0}))
     for attempt in (lambda: read_folder(tmp_path), lambda: Journal(tmp_path)):
-        with pytest.raises(JournalError, match="schema 0, this version reads and writes schema 1"):
+        with pytest.raises(JournalError, match="schema 0, this version reads and writes schema 2"):
             attempt()
     (tmp_path / PROVENANCE).write_text("nothing")
     with pytest.raises(JournalError, match="not the provenance of a sweep"):
@@ -427,6 +428,33 @@ def test_coverage_of_faults_and_of_the_connector_as_it_should_be():
     assert sound["coverage"] == 1 and sound["clobbered_pages"] == 0 and sound["required_pages"] > 0
     assert group_0["worst_group_coverage"] == 0 and "A1" in group_0["verdict"]
     assert prefix["clobbered_pages"] > 0, "the shared blocks of the prefix hit"
+
+
+@pytest.mark.parametrize("model", ["tiny-nemotron-h", "tiny-gemma3", "tiny-llama"])
+def test_block_ids_certify_nothing_that_bytes_deny(model):
+    """Whatever the coverage level says of a fault, the audit of the bytes says too, or the level is silent."""
+    table = sweep.run(
+        {
+            "model": model,
+            "fault": [None, *FAULTS],
+            "context": 200,
+            "batch": 2,
+            "memory": "64MiB",
+            "max_model_len": 1024,
+            "measure": ["coverage", "audit"],
+        }
+    )
+    assert set(table["status"]) == {"ok"}
+    sides = {measure: part.set_index(part["fault"].fillna("")) for measure, part in table.groupby("measure")}
+    for fault, row in sides["coverage"].iterrows():
+        if pd.isna(row["coverage"]):
+            assert "Not judged by block ids" in row["verdict"] and "audit" in row["verdict"]
+            assert row["required_pages"] == sides["audit"]["required_pages"][fault]
+        else:
+            assert row["coverage"] == pytest.approx(sides["audit"]["coverage"][fault]), fault
+            assert "by block ids" in row["verdict"]
+    silent = set(sides["coverage"].index[sides["coverage"]["coverage"].isna()])
+    assert {"A7", "A8", "A12", "A16"} <= silent and not silent & {"", "A1", "A2", "A3", "A4", "A6"}
 
 
 def test_audit_and_decode_levels_measure():
