@@ -16,6 +16,7 @@ _HOME = {
     "DecodebenchError": "errors",
     "load_model": "models.load",
     "list_models": "models.load",
+    "CacheOptions": "models.options",
     "plan": "layout.plan",
     "compare": "layout.compare",
     "Request": "layout.pool",

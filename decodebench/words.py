@@ -53,6 +53,11 @@ def bytes_text(count: float) -> str:
     raise AssertionError
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: ``1 request``, ``2,048 tokens``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def runs(text: str) -> str:
     """``16,32,32,32`` as ``16, 3 × 32``."""
     counted = [(item, len(list(same))) for item, same in groupby(text.split(","))]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from decodebench.errors import DecodebenchError
 from decodebench.measure.provenance import provenance as measured_on
+from decodebench.models.load import KnownModels, list_models
 from decodebench.show.look import BLUE, GREEN, VERMILLION
 from decodebench.words import plain_number, runs
 
@@ -102,6 +104,30 @@ def verdict(text: object, ok: bool | None = None) -> Verdict:
     return Verdict(" ".join(str(text).split()), ok)
 
 
+class Note:
+    """A sentence in place of a cell that cannot apply to what was asked for."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        data = {"text/html": f'<p class="db-note">{html.escape(self.text)}</p>', "text/plain": self.text}
+        return data, {"decodebench": {"role": "note", "text": self.text}}
+
+
+def note(text: str) -> Note:
+    """Show a sentence where a figure or a number cannot be."""
+    return Note(" ".join(str(text).split()))
+
+
+def attempt(what: str, function: Callable, *args, **kwargs):
+    """What the function returns; where this library refuses it, a sentence that says so: the page goes on."""
+    try:
+        return function(*args, **kwargs)
+    except DecodebenchError as error:
+        return note(f"{what} is left out: {error}")
+
+
 class Provenance:
     """Versions, device and settings, as the last cell of every notebook shows them."""
 
@@ -125,10 +151,19 @@ class Provenance:
 def provenance(stored=None, **settings) -> Provenance:
     """Show what made the figures: this machine and ``settings``, or what a ``stored`` sweep was made with."""
     if stored is None:
-        return Provenance(measured_on(settings))
+        return Provenance(measured_on(settings) | {"configs": config_sources(settings)})
     runs = stored.attrs.get("provenance", stored) if hasattr(stored, "attrs") else stored
     newest = dict(runs[-1]) if isinstance(runs, list) else dict(runs)
     return Provenance({k: v for k, v in newest.items() if k != "run"})
+
+
+def config_sources(settings: Mapping[str, object]) -> dict[str, str]:
+    """Where the values of every known model among a notebook's settings come from."""
+    named: list[str] = []
+    for value in settings.values():
+        named += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)]
+    known = KnownModels(name for name in list_models() if name in named)
+    return {name: source for name, _, source in known.facts()}
 
 
 def _flat(value) -> str:

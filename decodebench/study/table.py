@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decodebench.study.grid import AXES
+from decodebench.study.grid import AXES, Case
 from decodebench.study.journal import read_folder, to_frame
+from decodebench.words import columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,29 +28,29 @@ class Column:
 
 
 _AXIS_MEANINGS = {
-    "model": "model name or config path",
-    "hf_overrides": "fields of the config changed",
-    "measure": "how far the case goes",
-    "memory": "budget planned for",
-    "block_size": "block size asked for; empty: vLLM's choice",
-    "grouping": "strategy that made the groups",
-    "memory_order": "order asked for; empty: vLLM's choice",
-    "context": "tokens a request, or a mix",
-    "batch": "requests",
-    "shared_prefix": "tokens hit in the prefix cache",
-    "kv_cache_dtype": "KV cache type asked for",
-    "mamba_ssm_cache_dtype": "type of recurrent states asked for",
-    "tensor_parallel_size": "TP",
-    "decode_context_parallel_size": "DCP",
-    "enable_prefix_caching": "states kept at block boundaries",
-    "max_model_len": "length asked for",
-    "fault": "historic defect switched on; empty: none",
-    "values": "what was written",
-    "layers_per_group": "layers of a group that were allocated; empty: all",
-    "backend": "decode implementation",
-    "device": "where",
+    "model": "a known name (decodebench models lists them) or the path of a config.json",
+    "hf_overrides": "fields of the config.json to change, as a table or JSON",
+    "measure": "how far the case goes: layout (arithmetic), coverage (block ids), audit (bytes), decode (latency)",
+    "memory": "KV cache planned for, without weights: bytes, or a number with a unit",
+    "block_size": "tokens a block; empty: vLLM's choice",
+    "grouping": "auto, hybrid, packed, promoted, separate, fixed(k), per_layer",
+    "memory_order": "LBNHC (layers outermost), BLHNC (blocks outermost) …; empty: vLLM's choice",
+    "context": "tokens a request, or a mix such as 3x1024+1x8192, which also sets the batch",
+    "batch": "requests of a batch",
+    "shared_prefix": "leading tokens that all requests share as a prefix-cache hit",
+    "kv_cache_dtype": "auto, fp8, fp8_e5m2 …",
+    "mamba_ssm_cache_dtype": "type of recurrent states: auto (the checkpoint's), float32, bfloat16, float16",
+    "tensor_parallel_size": "ranks that share the heads",
+    "decode_context_parallel_size": "ranks that share the tokens",
+    "enable_prefix_caching": "states are kept at block boundaries, for hits",
+    "max_model_len": 'longest request the layout must hold; empty: the config\'s; "auto": what fits',
+    "fault": "a historic defect of the connector (A1 …); empty: the connector as it should be",
+    "values": "what is written: normal, constant, zeros, or unfilled",
+    "layers_per_group": "layers of each group that are allocated, for audit and decode; empty: all",
+    "backend": "decode implementation; empty: the fastest that runs on the device",
+    "device": "cpu or cuda",
     "cold": "caches flushed before every step",
-    "min_seconds": "time for the clock",
+    "min_seconds": "decode steps are timed for at least this long",
     "seed": "of values, block tables and queries",
 }
 
@@ -143,10 +144,20 @@ COLUMNS: dict[str, Column] = {
         "Float64", "s", "what the memory needs for these bytes, measured in this process", "decode"
     ),
     "limit_share": Column("Float64", "share", "of the bandwidth measured in the same process", "decode"),
+    "layers_timed": Column("Int64", "layers", "layers that the timed step holds, of layers", "decode"),
     "backend_used": Column("string", "", "implementation that ran", "decode"),
     "clock": Column("string", "", "how time was taken", "decode"),
     "notes": Column("string", "", "fallbacks taken, and what limits the measurement", "decode"),
 }
+
+
+def axes_text() -> str:
+    """Every axis of a grid with its default, unit and meaning, as lines of a table."""
+    lines = [("axis", "default", "unit", "meaning")]
+    for field in fields(Case):
+        default = "" if field.default is MISSING or field.default is None else str(field.default)
+        lines.append((field.name, default, _AXIS_UNITS.get(field.name, ""), _AXIS_MEANINGS[field.name]))
+    return "\n".join(columns(lines, left=(0, 1, 2, 3)))
 
 
 DTYPES = {name: column.dtype for name, column in COLUMNS.items()}

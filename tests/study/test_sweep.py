@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -512,7 +513,7 @@ def test_a_comparison_gives_ratios_with_their_spread():
     assert result["ratio_low"][0] == pytest.approx(2 * 0.9 / 1.1) and result["ratio_high"][
         0
     ] == pytest.approx(2 * 1.1 / 0.9)
-    assert list(result["distinguishable"]) == [True, False]
+    assert list(result["distinguishable"].isna()) == [True, False], "without a repeated run nobody can tell"
 
 
 def test_a_comparison_refuses_what_differs_unless_told():
@@ -551,3 +552,74 @@ def test_two_stored_sweeps_are_compared(tmp_path):
     result = compare.compare(tmp_path / "a", tmp_path / "b", across=["kv_cache_dtype"])
     fits = result[(result["metric"] == "num_blocks") & (result["model"] == "tiny-llama")]
     assert set(fits["ratio"].round(2)) == {2.0}
+
+
+def test_a_difference_of_times_needs_quartiles_and_a_repeated_run():
+    """Identical reruns differ in every clock: that is no difference."""
+    a, b, again = measured(), measured(), measured()
+    for column in ("median_s", "q1_s", "q3_s"):
+        b.loc[0, column] = a.loc[0, column] * 2
+    for frame, seconds in ((a, 1.0), (b, 1.1), (again, 1.2)):
+        frame["fill_seconds"] = seconds
+        frame["coverage"] = 1.0
+    b["coverage"] = [0.5, 1.0]
+
+    def told(**more):
+        result = compare.compare(a, b, metrics=["median_s", "fill_seconds", "coverage"], **more)
+        return {(r.block_size, r.metric): (r.distinguishable, r.why) for r in result.itertuples()}
+
+    alone, twice = told(), told(again=again)
+    assert alone[16, "median_s"] == (pd.NA, "no repeated run to tell drift from difference")
+    assert alone[32, "median_s"] == (False, "quartiles overlap")
+    assert alone[16, "fill_seconds"] == (pd.NA, "one sample, no spread") == twice[16, "fill_seconds"]
+    assert alone[16, "coverage"] == (True, "exact") and alone[32, "coverage"] == (False, "exact")
+    assert twice[16, "median_s"] == (True, "quartiles of both runs leave out 1")
+    for column in ("median_s", "q1_s", "q3_s"):
+        again.loc[0, column] = b.loc[0, column] * 1.01
+    assert told(again=again)[16, "median_s"] == (False, "the repeated run overlaps")
+    text = compare.summary(compare.compare(a, b, metrics=["median_s", "fill_seconds", "coverage"]))
+    assert text.startswith("6 values compared: 1 differ, 2 do not, 3 cannot be told apart from chance")
+    assert "50.0%" in text and "e+0" not in text
+
+
+def test_the_command_names_every_axis_and_gives_a_table(tmp_path, capsys):
+    from decodebench.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    help_text = capsys.readouterr().out
+    for axis in sweep.AXES:
+        assert re.search(rf"^{axis}\s.*\w", help_text, re.M), axis
+    grid = tmp_path / "grid.toml"
+    grid.write_text('model = ["tiny-llama", "nobody"]\nmeasure = "layout"\ncontext = [100, 2048, 512]\n')
+    assert main(["sweep", str(grid), "--quiet", "--csv", str(tmp_path / "rows.csv")]) == 0
+    said = capsys.readouterr().out
+    assert "(3 ok, 3 refused)" in said and "concurrency" in said
+    rows = pd.read_csv(tmp_path / "rows.csv")
+    assert len(rows) == 6 and list(rows.sort_values("longest_context")["longest_context"].dropna()) == [
+        100,
+        512,
+        2048,
+    ]
+    assert main(["sweep", str(grid), "--quiet"]) == 2
+    assert "--out FOLDER, --csv FILE" in capsys.readouterr().err
+
+
+def test_the_api_counts_what_was_refused():
+    with pytest.warns(sweep.CasesRefused, match="1 of 2 cases not measured .*1 × nobody"):
+        table = sweep.run({"model": ["tiny-llama", "nobody"], "measure": "layout"})
+    assert list(table["longest_context"].notna()) == [True, False]
+
+
+def test_an_interrupt_ends_in_a_line_that_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    from decodebench.__main__ import main
+
+    def interrupted(case):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "evaluate", interrupted)
+    grid = tmp_path / "grid.toml"
+    grid.write_text('model = "tiny-llama"\n')
+    assert main(["sweep", str(grid), "--quiet", "--out", str(tmp_path / "out")]) == 130
+    said = capsys.readouterr().err.strip()
+    assert "the same command goes on there" in said and "\n" not in said
