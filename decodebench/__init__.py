@@ -30,6 +30,7 @@ _HOME = {
     "FAULTS": "cache.faults",
     "audit": "coverage.from_bytes",
     "measure_decode": "measure.latency",
+    "plot": "show.plot",
     "sweep": "study",
     "report": "show",
 }

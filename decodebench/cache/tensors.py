@@ -22,7 +22,7 @@ import torch
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.models.specs import AttentionSpec, KVCacheSpec, PagePart
-from decodebench.words import bytes_text, counted, some
+from decodebench.words import bytes_text, counted, short, some
 
 #: the byte that unfilled memory consists of: NaN in every floating dtype a cache may hold
 POISON = 0xFF
@@ -122,7 +122,8 @@ class Cache:
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
-        layout, name = self.layout, self.layout.model.name if self.layout.model else "a layout by hand"
+        layout = self.layout
+        name = short(layout.model.name) if layout.model else "a layout by hand"
         memory = bytes_text(layout.size) if self.storage is not None else "an engine's memory"
         made = {"poison": ", poisoned", "zeros": ", made of zeros"}.get(self.initial or "", "")
         filled = f", filled with {self.filled_with['values']}" if self.filled_with else ""

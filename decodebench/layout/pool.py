@@ -17,7 +17,7 @@ from operator import index
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.models.specs import AttentionSpec, CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
-from decodebench.words import counted
+from decodebench.words import counted, short
 
 #: placeholder in block tables: never owned, filled, or read as data
 NULL_BLOCK = 0
@@ -131,7 +131,7 @@ class Batch:
     def __repr__(self) -> str:
         lengths = sorted({blocks.num_tokens for blocks in self.requests}) or [0]
         tokens = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
-        name = self.layout.model.name if self.layout.model else "a layout by hand"
+        name = short(self.layout.model.name) if self.layout.model else "a layout by hand"
         return (
             f"Batch of {counted(len(self.requests), 'request')} of {tokens} tokens on {name}, "
             f"{counted(len(self.layout.groups), 'group')}"

@@ -28,10 +28,9 @@ from decodebench.show.look import (
     legend,
     line_style,
     panels,
-    short,
     styled,
 )
-from decodebench.words import bytes_text, plain_number, seconds_text, share_text
+from decodebench.words import bytes_text, plain_number, seconds_text, share_text, short
 
 
 @styled
@@ -260,9 +259,7 @@ def shared_limit(largest: Sequence[float], percent: bool) -> float | None:
 
 def unit_of(seconds) -> tuple[float, str]:
     """The unit that suits durations, as a factor and its name."""
-    largest = max(
-        (float(v) for v in seconds if v == v and v is not None and hasattr(v, "__float__")), default=1
-    )
+    largest = max((float(v) for v in seconds.dropna()), default=1.0)
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if largest >= factor:
             return factor, unit

@@ -23,7 +23,7 @@ from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.models.load import list_models
 from decodebench.show import figures
 from decodebench.show import look as look_
-from decodebench.words import bytes_text, counted, plain_number
+from decodebench.words import bytes_text, counted, plain_number, short
 
 GROUPINGS = ("auto", "hybrid", "packed", "promoted", "separate", "fixed(2)", "per_layer")
 BLOCK_SIZES = (None, 16, 32, 64, 128)
@@ -58,7 +58,8 @@ class View:
     def title(self) -> str:
         fault = FAULTS[self.choice.fault].name if self.choice.fault else "none"
         choice = self.choice
-        return f"{choice.model}, {counted(choice.requests, 'request')} of {counted(choice.context, 'token')}, fault: {fault}"
+        asked = f"{counted(choice.requests, 'request')} of {counted(choice.context, 'token')}"
+        return f"{short(choice.model)}, {asked}, fault: {fault}"
 
 
 def look(choice: Choice) -> View:

@@ -32,10 +32,9 @@ from decodebench.show.look import (
     legend,
     line_style,
     panels,
-    short,
     styled,
 )
-from decodebench.words import bytes_text, counted, share_text, some
+from decodebench.words import bytes_text, counted, share_text, short, some
 
 __all__ = ["bar_panels", "bars", "lines"]
 

@@ -15,6 +15,8 @@ from functools import wraps
 import matplotlib
 from matplotlib.figure import Figure
 
+from decodebench.words import short
+
 # Inks are chosen to read on a light page, and are told apart by value: an export swaps each for
 # its counterpart to make the same drawing readable on a dark one. Every mark keeps a contrast of 3 on
 # its ground, text 4.5 (WCAG 2), and neighbours stay apart for eyes without red or green cones.
@@ -200,7 +202,7 @@ def panels(name: str, title: str, labels: Sequence[str], *, height: float, subti
     for axis in flat[len(labels) :]:
         axis.set_visible(False)
     for axis, label in zip(flat, labels):
-        axis.set_title("\n".join(textwrap.wrap(short(label, 56), 30 if columns > 1 else 80)))
+        axis.set_title("\n".join(textwrap.wrap(short(label, 50), 26 if columns > 1 else 80)))
     return figure, flat[: len(labels)]
 
 
@@ -211,15 +213,6 @@ def legend(figure, handles: Sequence, labels: Sequence[str]) -> None:
     figure.legend(handles, labels, loc="outside lower left", ncols=columns)
     rows = -(-len(labels) // columns)
     figure.set_figheight(figure.get_figheight() + 0.21 * max(0, rows - 1))
-
-
-def short(text: object, length: int = 34) -> str:
-    """A name that fits a label: of a path its folder and file, else shortened in the middle."""
-    text = str(text)
-    if text.startswith(("/", ".", "~")) or text.count("/") > 1:
-        text = "/".join(text.split("/")[-2:])
-    half = (length - 1) // 2
-    return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
 #: inches of one further line of a title

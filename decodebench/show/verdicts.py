@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from decodebench.coverage.trial import Trial
 from decodebench.layout.layout import Layout
-from decodebench.words import bytes_text, counted, plain_number, share_text, some
+from decodebench.words import bytes_text, counted, plain_number, share_text, short, some
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ def measured(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
         return good, ""
     reason = bad["reason"].iloc[0]
     reason = reason if len(reason) <= 140 else f"{reason[:137]}…"
-    first = f"{bad['model'].iloc[0]}" + (
+    first = f"{short(bad['model'].iloc[0])}" + (
         f" {bad['grouping'].iloc[0]}" if bad["grouping"].nunique() + good["grouping"].nunique() > 2 else ""
     )
     return good, f" Not measured: {len(bad)} of {counted(len(table), 'case')}, such as {first}: {reason}."
@@ -80,7 +80,7 @@ def model(layout: Layout, context: int, with_fault: float, without: float) -> An
             f"group's own table {share_text(without)}"
         )
     return (
-        f"{layout.model.name}: {counted(groups, 'group')}, {fits.concurrency:,.1f} requests of "
+        f"{short(layout.model.name)}: {counted(groups, 'group')}, {fits.concurrency:,.1f} requests of "
         f"{counted(length, 'token')} in {bytes_text(layout.budget)} of KV cache (weights not counted); {filled}."
     ), without == 1
 
@@ -120,7 +120,11 @@ def groupings(table: pd.DataFrame, own: str = "hybrid") -> Answer:
     said = []
     for (name, length), asked in table.groupby(["model", "context"], sort=False):
         rows = asked[asked["status"] == "ok"]
-        where = f"{name} at {length} tokens" if "x" in str(length) else f"{name} at {int(length):,} tokens"
+        where = (
+            f"{short(name)} at {length} tokens"
+            if "x" in str(length)
+            else f"{short(name)} at {int(length):,} tokens"
+        )
         fits = rows.drop_duplicates("grouping").set_index("grouping")["concurrency"].astype(float)
         refused = [g for g in asked["grouping"] if g not in fits.index]
         if own not in fits:
@@ -183,8 +187,9 @@ def capacity(table: pd.DataFrame) -> Answer:
     if len(longest) == 1:
         row = longest.iloc[0]
         return (
-            f"KV cache of {row['model']}: a request of one token reserves {bytes_text(float(row['start_bytes']))}, "
-            f"one of {at} tokens {bytes_text(float(row['request_bytes']))}, and there a further token "
+            f"KV cache of {short(row['model'])}: a request of one token reserves "
+            f"{bytes_text(float(row['start_bytes']))}, one of {at} tokens "
+            f"{bytes_text(float(row['request_bytes']))}, and there a further token "
             f"{bytes_text(float(row['slope_bytes']))}.{left_out}"
         ), None
 
@@ -193,7 +198,7 @@ def capacity(table: pd.DataFrame) -> Answer:
         high, low = bytes_text(float(values.max())), bytes_text(float(values.min()))
         if values.max() == values.min():
             return f"the same on all models ({high})"
-        return f"most on {dear['model']} ({high}) and least on {cheap['model']} ({low})"
+        return f"most on {short(dear['model'])} ({high}) and least on {short(cheap['model'])} ({low})"
 
     return (
         f"KV cache only: a request of one token reserves {ends(start)}; at {at} tokens a further token costs "
@@ -211,7 +216,7 @@ def gain(table: pd.DataFrame, small: str) -> str:
         return f"What {small} gives was not measured"
     ratio = (wide[small] / wide["auto"]).dropna().astype(float)
     low, high = ratio.min(), ratio.max()
-    if ratio.empty or abs(high - 1) < 0.005 and abs(low - 1) < 0.005:
+    if ratio.empty or max(abs(high - 1), abs(low - 1)) < 0.005:
         return f"With {small} keys and values as many requests fit as without"
     if high - low < 0.01:
         return f"With {small} keys and values {high:.2f} times as many requests fit"
@@ -234,7 +239,8 @@ def short_prompt(table: pd.DataFrame, tokens: int) -> str:
     if rows.empty:
         return f"No combination could be planned for a request of {counted(tokens, 'token')}"
     share = (rows["blocks_per_request"].astype(float) / rows["num_blocks"].astype(float)).max()
-    return f"What a request of {counted(tokens, 'token')} holds: at most {share_text(float(share))} of all blocks here"
+    most = share_text(float(share))
+    return f"What a request of {counted(tokens, 'token')} holds: at most {most} of all blocks here"
 
 
 # -- 06: fill ----------------------------------------------------------------------------------------
@@ -293,7 +299,7 @@ def latency(table: pd.DataFrame, again: pd.DataFrame, device: str) -> Answer:
             )
         else:
             text = f"{counted(len(part), 'block size')} that two runs cannot tell apart"
-        said.append(f"{name}: {text}, at most {share.max():.0%} of the memory's limit")
+        said.append(f"{short(name)}: {text}, at most {share.max():.0%} of the memory's limit")
     if not said:
         return f"No step could be measured.{left_out}", None
     text = f"On this {device}: {'; '.join(said)}."
@@ -318,7 +324,7 @@ def layers_timed(table: pd.DataFrame) -> str:
     """How many layers of each model a step held, for a subtitle: ``llama-3.1-8b 1 of 32 layers``."""
     rows = table[(table["status"] == "ok") & table["layers_timed"].notna()].drop_duplicates("model")
     said = [
-        f"{row['model']} {int(row['layers_timed'])} of {counted(int(row['layers']), 'layer')}"
+        f"{short(row['model'])} {int(row['layers_timed'])} of {counted(int(row['layers']), 'layer')}"
         for row in rows.to_dict("records")
     ]
     return "; ".join(said) or "no layer was timed"
