@@ -33,7 +33,7 @@ class Table:
             pd.api.types.is_numeric_dtype(d) and not pd.api.types.is_bool_dtype(d) for d in self.frame.dtypes
         ]
         head = "".join(
-            f"<th{_align(n)}>{html.escape(_heading(str(c)))}</th>"
+            f'<th scope="col"{_align(n)}{self._tooltip(str(c))}>{html.escape(_heading(str(c)))}</th>'
             for c, n in zip(self.frame.columns, numeric)
         )
         body = "".join(
@@ -47,6 +47,10 @@ class Table:
         )
         caption = f"<caption>{html.escape(self.caption)}</caption>" if self.caption else ""
         return f'<table class="db-table">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _tooltip(self, column: str) -> str:
+        meaning = MEANINGS.get(column) or self.frame.attrs.get("meanings", {}).get(column)
+        return f' title="{html.escape(meaning, quote=True)}"' if meaning else ""
 
     def _cell(self, column: str, value) -> str:
         import pandas as pd
@@ -74,7 +78,44 @@ def default_device(asked: str = "auto") -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+#: columns whose own name says too little → their heading
+HEADINGS = {
+    "concurrency": "requests that fit",
+    "start_bytes": "one token reserves",
+    "request_bytes": "a request reserves",
+    "slope_bytes": "a further token",
+    "required": "pages read",
+    "filled": "of them filled",
+    "zeroed": "zeroed on purpose",
+    "wrong": "wrong bytes",
+    "uncovered": "never filled",
+    "stray": "written, nobody's",
+    "clobbered": "written, another's",
+    "waste_tail": "left over",
+    "waste_reserve": "reserved in flight",
+    "waste_unread": "no step reads",
+    "median_s": "median step",
+    "q1_s": "first quartile",
+    "q3_s": "third quartile",
+    "fill_bytes": "bytes written",
+    "fill_seconds": "time of the fill",
+}
+#: what the columns of an audit's tables mean; a sweep's table brings its own
+MEANINGS = {
+    "required": "pages (one block of one layer) that the next decode step reads",
+    "filled": "of these, pages that hold the values asked for",
+    "zeroed": "of these, pages zeroed on purpose: packed formats, rings",
+    "wrong": "of these, pages that hold other bytes",
+    "uncovered": "of these, pages that nobody filled",
+    "stray": "pages written that no request owns, or in which nothing is stood in for",
+    "clobbered": "pages written that belong to somebody else",
+    "coverage": "pages filled or zeroed on purpose, of those that are read",
+}
+
+
 def _heading(column: str) -> str:
+    if column in HEADINGS:
+        return HEADINGS[column]
     name = column if column.endswith("per_s") else column.removesuffix("_bytes").removesuffix("_s")
     return name.replace("gb_per_s", "GB/s").replace("_", " ")
 
@@ -137,7 +178,7 @@ class Provenance:
     def _repr_mimebundle_(self, include=None, exclude=None):
         flat = {k: v for k, v in self.facts.items() if v not in (None, {}, [])}
         rows = "".join(
-            f'<tr><th style="text-align:left">{html.escape(key.replace("_", " "))}</th>'
+            f'<tr><th scope="row" style="text-align:left">{html.escape(key.replace("_", " "))}</th>'
             f'<td style="text-align:left">{html.escape(_flat(value))}</td></tr>'
             for key, value in flat.items()
         )

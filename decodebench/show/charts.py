@@ -64,7 +64,7 @@ def lines(
             continue
         xs, ys = part[x].astype(float).tolist(), part[y].astype(float).tolist()
         style = line_style(i)
-        axes.plot(xs, ys, label=short(label), **style)
+        axes.plot(xs, ys, label=short(label, 46), **style)
         if spread:
             axes.fill_between(
                 xs, *(part[s].astype(float).tolist() for s in spread), color=style["color"], alpha=0.18, lw=0
@@ -77,11 +77,12 @@ def lines(
         axes.axhline(limit[0], color=MUTED, linestyle="--", linewidth=1.2)
         axes.annotate(
             limit[1],
-            (1, limit[0]),
+            (0, limit[0]),
             xycoords=("axes fraction", "data"),
-            xytext=(-2, 3),
+            xytext=(6, -6),
             textcoords="offset points",
-            ha="right",
+            ha="left",
+            va="top",
             color=MUTED,
             fontsize=9,
         )
@@ -228,19 +229,24 @@ def bar_panels(
                 color=INK if value is not None else MUTED,
             )
         axis.set_xlim(0, 1.36 * ((common or largest[label] or 1.0) / scale))
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=4, prune="upper"))
+        axis.xaxis.set_major_locator(
+            FixedLocator([0, 0.5, 1]) if percent else MaxNLocator(nbins=4, prune="upper")
+        )
         axis.xaxis.set_major_formatter(
             FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if percent else plain_number(v))
         )
         axis.tick_params(axis="y", length=0)
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel(x_label)
         shown = ", ".join(
             f"{c} {as_text(v) if v is not None else 'refused'}"
             for c, v in values.items()
             if c in rows_of[label]
         )
         said.append(f"{label}: {shown}")
+    if len(axes) == 1:
+        axes[0].set_xlabel(x_label)
+    else:  # once for all panels: side by side the words would run into each other
+        figure.supxlabel(x_label, fontsize=10)
     axes[0].set_yticks(range(len(categories)), [short(c, 24) for c in categories])
     axes[0].set_ylim(len(categories) - 0.4, -0.6)
     figure.alt = f"{title}. Bars: {x_label}. " + "; ".join(said) + "."

@@ -213,7 +213,7 @@ WASTE = {
 WASTE_STYLE = {
     "waste_padding_layers": {"color": BLUE, "hatch": ""},
     "waste_padded_pages": {"color": ORANGE, "hatch": "////"},
-    "waste_unread": {"color": VIOLET, "hatch": "...."},
+    "waste_unread": {"color": VIOLET, "hatch": "----"},
     "waste_last_block": {"color": GREEN, "hatch": ""},
     "waste_reserve": {"color": SKY, "hatch": "\\\\\\\\"},
     "waste_null_block": {"color": GREY, "hatch": ""},

@@ -14,6 +14,7 @@ from functools import wraps
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from decodebench.words import short
 
@@ -50,7 +51,7 @@ PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)))
 #: patterns of bars, beside their colours
-HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----")
+HATCHES = ("", "////", "----", "\\\\\\\\", "xxxx", "||||")
 
 
 def line_style(i: int) -> dict:
@@ -132,7 +133,7 @@ class Chart(Figure):
         """The drawing as SVG on an opaque ground, in the inks of a light or of a dark page."""
         buffer = io.StringIO()
         self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        text = buffer.getvalue()
+        text = slim(buffer.getvalue())
         return darkened(text) if dark else text
 
     @styled
@@ -154,6 +155,14 @@ class Chart(Figure):
         return data, {"decodebench": facts}
 
 
+def slim(svg: str) -> str:
+    """The same SVG with its coordinates to a hundredth of a point, and without the metadata."""
+    rounded = re.sub(
+        r'\bd="[^"]*"', lambda path: re.sub(r"\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}", path[0]), svg
+    )
+    return re.sub(r"\s*<metadata>.*?</metadata>", "", rounded, flags=re.S)
+
+
 def darkened(svg: str) -> str:
     """The same SVG in the inks of a dark page."""
     return re.sub(r"#[0-9a-f]{6}\b", lambda ink: DARK_INKS.get(ink[0], ink[0]), svg)
@@ -166,17 +175,27 @@ def chart(
     ``styled``. Title and subtitle wrap, and the figure grows by their further lines.
     """
     width = size[0]
-    heads = textwrap.wrap(title, int(9.6 * width)) or [""]
+    heads = textwrap.wrap(title, int(8.3 * width)) or [""]
     below = textwrap.wrap(subtitle, int(14 * width))
     further = LINE * (len(heads) - 1 + max(0, len(below) - 1))
     height = size[1] + further
     figure = Chart(figsize=(width, height), name=name)
     axes = figure.subplots(rows, columns, **grid)
     text = "\n".join(heads + [""] * len(below))
-    heading = figure.suptitle(text, x=0.012, ha="left", fontsize=12.5, fontweight="bold")
+    figure.suptitle(text, x=0.012, ha="left", fontsize=12.5, fontweight="bold", linespacing=1.4)
     if below:
-        top = heading.get_position()[1] - (0.30 + LINE * (len(heads) - 1)) / height
-        figure.text(0.012, top, "\n".join(below), color=MUTED, va="top", fontsize=9.5, linespacing=1.5)
+        # inches below the top, whatever a legend adds to the height afterwards
+        down = ScaledTranslation(0, -(0.34 + LINE * (len(heads) - 1)), figure.dpi_scale_trans)
+        figure.text(
+            0.012,
+            1,
+            "\n".join(below),
+            color=MUTED,
+            va="top",
+            fontsize=9.5,
+            linespacing=1.5,
+            transform=figure.transFigure + down,
+        )
     return figure, axes
 
 
@@ -216,4 +235,4 @@ def legend(figure, handles: Sequence, labels: Sequence[str]) -> None:
 
 
 #: inches of one further line of a title
-LINE = 0.208
+LINE = 0.243

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import base64
 import html
+import io
 import re
 import time
 import tomllib
@@ -127,7 +128,7 @@ def _write_page(page: Page, out: Path, previous: str | None, following: str | No
         stem = out / "figures" / f"{page.stem}--{fact['name']}"
         _anonymous_write(stem.with_suffix(".svg"), fact["data"]["image/svg+xml"])
         stem.with_suffix(".png").write_bytes(base64.b64decode(fact["data"]["image/png"]))
-        page.picture = page.picture or _picture(fact["data"]["image/svg+xml"], "")
+        page.picture = page.picture or _thumbnail(fact["data"]["image/png"])
     for fact in _facts(page.notebook, "table"):
         _anonymous_write(out / "tables" / f"{page.stem}--{fact['name']}.csv", fact["data"]["text/csv"])
     loader = jinja2.FileSystemLoader(TEMPLATES)
@@ -237,6 +238,18 @@ def _picture(svg: str, alt: str) -> str:
         f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{dark_uri}">'
         f'<img alt="{html.escape(alt)}" src="{light_uri}"></picture>'
     )
+
+
+def _thumbnail(png: str) -> str:
+    """A small picture for the index, where every drawing a second time would make the page too large."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    image = image.resize((560, round(image.height * 560 / image.width)), Image.Resampling.LANCZOS)
+    small = io.BytesIO()
+    image.quantize(48).save(small, "png", optimize=True)
+    encoded = base64.b64encode(small.getvalue()).decode()
+    return f'<img class="thumbnail" alt="" src="data:image/png;base64,{encoded}">'
 
 
 def _label(cell) -> str:

@@ -182,4 +182,5 @@ def table(rows: Mapping[str, dict], order: Iterable[str], runs: list[dict]) -> p
     """Rows by case id as a DataFrame in this order; ``.attrs["provenance"]`` holds the runs."""
     frame = to_frame([rows[case_id] for case_id in order], DTYPES)
     frame.attrs["provenance"] = runs
+    frame.attrs["meanings"] = {name: column.meaning for name, column in COLUMNS.items()}
     return frame

@@ -149,13 +149,13 @@ def test_no_two_lines_look_alike_and_no_legend_is_cut(count):
 @pytest.mark.parametrize("count", [1, 3, 4, 12])
 def test_panels_wrap(count):
     frame = many(count, "/a/long/way/to/the/folder-of-model-number-{}-and-more/config.json")
-    title = (
-        "A title that is so long that it must be broken into several lines to be read by anybody at all here"
-    )
+    title = "A title that is MUCH TOO LONG FOR ONE LINE AND MUST BE BROKEN to be read by anybody who looks"
     chart = charts.bar_panels(frame, "kind", "ms", "model", name="n", title=title, subtitle=title)
     drawn = [axes for axes in chart.axes if axes.get_visible()]
     assert len(drawn) == count and all(len(a.get_title()) < 70 for a in drawn)
     inside(chart)
+    head = next(t for t in chart.texts if t.get_color() == look.MUTED).get_window_extent()
+    assert all(head.y0 >= axes.title.get_window_extent().y1 - 2 for axes in drawn), "titles keep apart"
     assert all(axes.get_position().width > 0.1 for axes in drawn), "no panel collapses"
 
 
@@ -299,6 +299,8 @@ def test_tables_show_units_and_keep_raw_numbers():
     )
     data, _ = cells.table(frame, "t", caption="C & D")._repr_mimebundle_()
     assert "&lt;a&gt;" in data["text/html"] and "C &amp; D" in data["text/html"]
+    assert '<th scope="col" class="number" style="text-align:right">median step</th>' in data["text/html"]
+    assert ">left over</th>" in data["text/html"], "a heading in words"
     for text in ("320 KiB", "12.5%", "1.2 ms", "–"):
         assert f">{text}</td>" in data["text/html"]
     assert data["text/csv"].splitlines()[1].startswith("<a>,327680,0.125,0.0012")

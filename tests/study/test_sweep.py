@@ -294,6 +294,9 @@ def test_a_table_has_the_documented_columns(tmp_path):
     assert list(table.columns) == list(table_.COLUMNS)
     assert {c: str(d) for c, d in table.dtypes.items()} == {c: str(d) for c, d in table_.DTYPES.items()}
     assert list(table_.schema()["column"]) == list(table.columns)
+    assert set(table[["model", "slope_bytes"]].attrs["meanings"]) == set(table.columns), (
+        "tooltips travel along"
+    )
     stored = sweep.run(GRID, tmp_path / "a")
     same(stored, table)
     same(sweep.read(tmp_path / "a"), table)
