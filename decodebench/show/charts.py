@@ -187,7 +187,7 @@ def bar_panels(
 
     Shares have one axis for all panels; other numbers too where they are of one size, else each panel
     has its own scale and the figure says so. ``highlight`` names categories drawn in the first colour, the
-    others in another colour and pattern. Seconds get the unit that suits them.
+    others in a paler one. Seconds get the unit that suits them.
     """
     scale, unit = unit_of(table[column]) if as_text is seconds_text else (1.0, "")
     as_text = as_text or (lambda v: _number(v, percent))
@@ -215,7 +215,7 @@ def bar_panels(
         values = {c: value_of(rows_of[label].get(c), column) for c in categories}
         for place, c in enumerate(categories):
             value = values[c]
-            style = bar_style(0) if not highlight or c in highlight else bar_style(1, (SKY,))
+            style = bar_style(0) if not highlight or c in highlight else bar_style(0, (SKY,))
             if value is not None:
                 axis.barh(place, value / scale, 0.72, **style)
             text = as_text(value) if value is not None else ("refused" if c in rows_of[label] else "")
