@@ -28,6 +28,18 @@ COMMANDS = {
         "models_command",
         "the models that are known by name, and where their values come from",
     ),
+    "bound": (
+        "decodebench.forecast.command",
+        "add_bound_arguments",
+        "bound_command",
+        "the floor of a decode step that no engine can beat",
+    ),
+    "judge": (
+        "decodebench.forecast.command",
+        "add_judge_arguments",
+        "judge_command",
+        "a measured figure against its floor",
+    ),
     "sweep": (
         "decodebench.study.sweep",
         "add_sweep_arguments",

@@ -9,7 +9,7 @@ import torch
 
 from decodebench.cache.tensors import Cache, CacheMismatch, Place, _page_part, torch_dtype
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, PagePart
+from decodebench.models.specs import KVCacheSpec, PagePart
 from decodebench.words import some
 
 
@@ -105,7 +105,7 @@ def _bind_sides(
     heads: int,
 ) -> tuple[Place, ...]:
     """A tensor whose keys and values (or heads) lie apart: a part a side, each ``[num_blocks, ...]``."""
-    plain = isinstance(spec, AttentionSpec) and not spec.packed
+    plain = not spec.holds_state and not spec.packed
     entries, all_heads, width = spec.parts()[0].shape if plain else (0, 0, 0)
     if not plain or (heads == 1 and spec.head_size != spec.head_size_v) or len(sides) != max(2, heads):
         raise _mismatch(layer, tensor, f"{num_blocks} rows (blocks), or keys and values of equal size apart")
@@ -187,7 +187,7 @@ def _page_of(spec: KVCacheSpec, places: Sequence[Place]) -> Place | None:
 
 def _is_logical(spec: KVCacheSpec, tensors: Sequence[torch.Tensor], num_blocks: int) -> bool:
     """Whether the engine's tensor already is [blocks, heads, entries, width] of plain numbers."""
-    if not isinstance(spec, AttentionSpec) or len(tensors) != 1 or spec.parts()[0].zeros_only:
+    if spec.holds_state or len(tensors) != 1 or spec.parts()[0].zeros_only:
         return False
     entries, heads, width = spec.parts()[0].shape
     if tensors[0].itemsize != torch_dtype(spec.parts()[0].dtype).itemsize:
@@ -202,7 +202,6 @@ def _byte_offset(tensor: torch.Tensor) -> int:
 def _mismatch(name: str, tensor: torch.Tensor, expected: str) -> CacheMismatch:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return CacheMismatch(
-        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
-        f"expected {expected}; "
-        "the layout must be planned with the engine's own model, dtype and block size"
+        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, expected "
+        f"{expected}; the layout must be planned with the engine's own model, dtype and block size"
     )

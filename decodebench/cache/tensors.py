@@ -21,7 +21,7 @@ import torch
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, PagePart
+from decodebench.models.specs import KVCacheSpec, PagePart
 from decodebench.words import bytes_text, counted, short, some
 
 #: the byte that unfilled memory consists of: NaN in every floating dtype a cache may hold
@@ -171,7 +171,7 @@ class Cache:
         place = places[index]
         rows = place.view()[0]
         spec = self.layout.layer_specs[layer]
-        if not isinstance(spec, AttentionSpec) or place.part.zeros_only:
+        if spec.holds_state or place.part.zeros_only:
             return rows.unflatten(1, place.part.shape)
         entries, heads, width = place.part.shape
         if self.layout.memory_order.index("H") < self.layout.memory_order.index("N"):

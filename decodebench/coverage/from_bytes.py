@@ -39,7 +39,6 @@ from decodebench.coverage.result import (
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK, Batch
-from decodebench.models.specs import AttentionSpec, CircularBufferSpec, MambaSpec
 
 STILL_POISON = "still poison: decode reads NaN"
 UNASKED_ZEROS = "zeros that nobody asked for"
@@ -58,15 +57,14 @@ def audit(
 
     ``values``: what the fill wrote (default: what ``fill_cache`` last wrote here). ``report``: what the fill
     says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
-    compared with the bytes'. ``resident``: what a prefix
-    hit's blocks held before (filled by a request outside this batch); without it they count as
-    covered where they hold anything but poison. ``admitted``: the batch as it was filled, where
-    ``batch`` is a later state of it: rows that decode steps wrote into are covered unless they are
-    still poison. ``startup_fill``: everything was written once before, so that only what is
-    required is judged.
+    compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
+    request outside this batch); without it they count as covered where they hold anything but
+    poison. ``admitted``: the batch as it was filled, where ``batch`` is a later state of it: rows
+    that decode steps wrote into are covered unless they are still poison. ``startup_fill``:
+    everything was written once before, so that only what is required is judged.
 
-    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache that was
-    allocated without poison. Whoever binds an engine's tensors has to poison them.
+    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache
+    that was allocated without poison. Whoever binds an engine's tensors has to poison them.
     """
     check_cache_and_batch("audit", cache, batch)
     check_values(values)
@@ -337,7 +335,8 @@ def _adopt_touched(tally: Tally, plan: Audit) -> None:
         blocks = [b for b in f.blocks.tolist() if (layout.groups[f.group].pool, b) not in seen]
         if f.state in TOUCHED and blocks:
             layer = None if f.layer is None else layout.groups[f.group].layer_names.index(f.layer)
-            tally.find(f.group, layer, blocks, f.state, f.detail, requests.get(f.request))
+            request = None if f.request is None else requests.get(f.request)
+            tally.find(f.group, layer, blocks, f.state, f.detail, request)
 
 
 def _disagreements(
@@ -353,8 +352,8 @@ def _disagreements(
     ids = rows_of(layout, report)
     overwritten = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
     written = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
-    for group, rows in enumerate(ids):
-        written[layout.groups[group].pool][rows] = True
+    for number, rows in enumerate(ids):
+        written[layout.groups[number].pool][rows] = True
     for finding in plan.findings:
         if finding.state == "clobbered":
             overwritten[layout.groups[finding.group].pool][finding.blocks] = True
@@ -418,15 +417,15 @@ def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillRepor
     specs = [layout.groups[g].kv_cache_spec for g in sorted(hit)]
     only_zeros = all(f.detail == UNASKED_ZEROS for f in short)
     no_poison = all(f.detail != STILL_POISON for f in short)
-    if all(isinstance(spec, MambaSpec) for spec in specs):
+    if all(spec.holds_state for spec in specs):
         return ("A8",) if only_zeros else ()
-    if no_poison and all(isinstance(spec, CircularBufferSpec) for spec in specs):
+    if no_poison and all(spec.bookkeeping for spec in specs):
         return ("A9",)
-    if no_poison and all(getattr(spec, "packed", None) for spec in specs):
+    if no_poison and all(spec.packed for spec in specs):
         return ("A11",)
     if only_zeros and layout.needs_kv_cache_zeroing:
         return ("A16",)
-    if only_zeros and all(getattr(spec, "dtype", "").startswith("float8") for spec in specs):
+    if only_zeros and all((spec.precision or ("", None))[0].startswith("float8") for spec in specs):
         return ("A10",)
     return ("A12",) if _at_kernel_rows(tally, states, report) else ()
 
@@ -434,7 +433,7 @@ def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillRepor
 def _at_kernel_rows(tally: Tally, states: Sequence[np.ndarray], report: FillReport | None) -> bool:
     """Whether exactly the blocks i // r were written in part, for attention's ids i and one r."""
     layout = tally.layout
-    attention = [g for g, group in enumerate(layout.groups) if isinstance(group.kv_cache_spec, AttentionSpec)]
+    attention = [g for g, group in enumerate(layout.groups) if not group.kv_cache_spec.holds_state]
     try:
         rows = rows_of(layout, report) if report is not None else sound_rows(layout, tally.batch)
     except DecodebenchError:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
-from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, cdiv
+from decodebench.models.specs import KVCacheSpec, cdiv
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def request_blocks(layout: Placed, length: int) -> list[int]:
 
 
 def by_pool(layout: Placed, blocks: Sequence[int]) -> list[int]:
+    """Blocks of each group, summed by the pool they come from."""
     pools = [0] * len(layout.pool_num_blocks)
     for group, count in zip(layout.groups, blocks):
         pools[group.pool] += count
@@ -147,9 +148,10 @@ def waste(layout: Placed, length: int | None = None) -> Waste:
         for spec in group.layer_specs:
             page = spec.unpadded_page_size_bytes
             causes["padded_pages"] += count * (spec.page_size_bytes - page)
-            resident, full, read = resident_blocks(spec, length, count, layout.tokens_per_block(g))
-            causes["content"] += page * read
-            causes["unread"] += page * (full - read)
+            resident, full = spec.resident_blocks(length, count, layout.tokens_per_block(g))
+            unread = min(full, kept_unread(spec, length) / layout.tokens_per_block(g))
+            causes["content"] += page * (full - unread)
+            causes["unread"] += page * unread
             causes["last_block"] += page * (resident - full)
             causes["reserve"] += page * (count - resident)
     held = {name: value * requests for name, value in causes.items()}
@@ -159,21 +161,9 @@ def waste(layout: Placed, length: int | None = None) -> Waste:
     return Waste(length, null_block=null, tail=tail, **held)
 
 
-def resident_blocks(
-    spec: KVCacheSpec, length: int, reserved: int, tokens_per_block: int
-) -> tuple[int, float, float]:
-    """Blocks of one layer that a decoding request of this length really needs, how many its tokens fill,
-    and how many of those the next step reads.
-    """
-    if isinstance(spec, MambaSpec | CircularBufferSpec):
-        return min(1, reserved), min(1, reserved), min(1, reserved)
-    if isinstance(spec, CrossAttentionSpec):
-        full = min(reserved, spec.max_encoder_tokens / tokens_per_block)
-        return reserved, full, full
-    first = min(spec.num_skipped_tokens(length), length)
-    blocks = min(reserved, cdiv(length, tokens_per_block) - first // tokens_per_block)
-    full = min(blocks, (length - first) / tokens_per_block)
-    return blocks, full, min(full, (length - spec.num_unread_tokens(length + 1)) / tokens_per_block)
+def kept_unread(spec: KVCacheSpec, length: int) -> int:
+    """Tokens that a request of this length keeps in its blocks and that the next step does not read."""
+    return max(0, spec.visible(length + 1)[0] - spec.num_skipped_tokens(length))
 
 
 def log_lines(layout: Placed) -> list[str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, replace
 from operator import index
+from typing import SupportsIndex
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import AttentionSpec, CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
+from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
 from decodebench.words import counted, short
 
 #: placeholder in block tables: never owned, filled, or read as data
@@ -29,8 +30,7 @@ OWN_ROWS = (MambaSpec, CircularBufferSpec, CrossAttentionSpec)
 def zeroed_on_allocation(layout: Layout, group: int) -> bool:
     """Whether the engine zeroes this group's blocks when it hands them out."""
     spec = layout.groups[group].kv_cache_spec
-    plain = isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
-    return layout.needs_kv_cache_zeroing and plain
+    return layout.needs_kv_cache_zeroing and not spec.holds_state and not spec.bookkeeping
 
 
 class BlockError(DecodebenchError):
@@ -92,7 +92,7 @@ class Request:
 def _count(number: object, what: str) -> int:
     """A whole number, or ``BlockError``."""
     try:
-        if isinstance(number, bool):
+        if isinstance(number, bool) or not isinstance(number, SupportsIndex):
             raise TypeError
         return index(number)
     except TypeError:
@@ -268,14 +268,14 @@ class KVCacheManager:
         self._check_room(request, plans)
         tables = []
         for group, (length, held, wanted) in enumerate(plans):
-            table = [NULL_BLOCK] * length
+            grown = [NULL_BLOCK] * length
             for position, block_id in held.items():
-                table[position] = block_id
+                grown[position] = block_id
             for block_id in set(old.block_ids[group]) - set(held.values()) - {NULL_BLOCK}:
                 self._release(group, block_id, request_id)
             for position in wanted:
-                table[position] = self._take(group, request_id)
-            tables.append(tuple(table))
+                grown[position] = self._take(group, request_id)
+            tables.append(tuple(grown))
         self._tables[request_id] = replace(old, request=request, block_ids=tuple(tables))
         return self._tables[request_id]
 
@@ -321,7 +321,7 @@ class KVCacheManager:
             return 0
         hit = min(request.prefix_tokens, prefix.tokens)
         for group, known in enumerate(prefix.blocks):
-            if isinstance(self.layout.groups[group].kv_cache_spec, OWN_ROWS):
+            if self.layout.groups[group].kv_cache_spec.own_blocks:
                 continue
             per_block = self.layout.tokens_per_block(group)
             _, positions = self._positions(group, request)
@@ -353,7 +353,7 @@ class KVCacheManager:
         )
         prefix.tokens = max(prefix.tokens, request.prefix_tokens)
         for group, table in enumerate(blocks.block_ids):
-            if isinstance(groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
+            if groups[group].kv_cache_spec.filled_whole:
                 continue
             whole = request.prefix_tokens // self.layout.tokens_per_block(group)
             for position, block_id in enumerate(table[:whole]):
@@ -470,7 +470,7 @@ def _shown(value: object) -> str:
 def _lengths(requests: int | None, context: int | Sequence[int]) -> list[int]:
     """Tokens of each request."""
     count = None if requests is None else _count(requests, "requests")
-    if not hasattr(context, "__len__"):
+    if not isinstance(context, str) and not isinstance(context, Sized):
         lengths = [_count(context, "context")] * (8 if count is None else count)
     else:
         each = parse_lengths(context) if isinstance(context, str) else context

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.layout.pool import Batch
-from decodebench.models.specs import (
-    AttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    cdiv,
-)
+from decodebench.layout.pool import Batch, RequestBlocks
+from decodebench.models.layers import Layer
+from decodebench.models.specs import KVCacheSpec, cdiv
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,16 +33,6 @@ class LayerWork:
     bytes_updated: int = 0
 
 
-def visible(spec: KVCacheSpec, num_tokens: int, encoder_tokens: int | None = None) -> tuple[int, int]:
-    """Positions [start, stop) that the new token attends to, itself (position n - 1) included.
-
-    Cross attention: the encoder's tokens, all that the layout reserves for where None.
-    """
-    if isinstance(spec, CrossAttentionSpec):
-        return 0, spec.max_encoder_tokens if encoder_tokens is None else encoder_tokens
-    return spec.num_unread_tokens(num_tokens), num_tokens
-
-
 def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = None) -> tuple[LayerWork, ...]:
     """Bytes that one step must read and write, layer by layer: cached entries, the new slot, states.
 
@@ -63,7 +47,7 @@ def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = Non
         group, spec = layout.group_of[layer], layout.layer_specs[layer]
         kind = layer_kind(layout, layer)
         read = written = updated = 0
-        if isinstance(spec, MambaSpec):
+        if spec.holds_state:
             updated = 2 * spec.unpadded_page_size_bytes * len(batch.requests)
             read = written = updated // 2
         else:
@@ -73,10 +57,10 @@ def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = Non
                     f"layer {layer!r} reads only the tokens that its indexer chooses: no backend does that, and "
                     "reading all of them would be another model; pass layers= without it"
                 )
-            entry = spec.num_kv_heads * spec.entry_bytes
+            entry = spec.bytes_per_token_slot
             for request in batch.requests:
                 start, stop = local_range(layout, group, spec, request)
-                new = not isinstance(spec, CrossAttentionSpec)
+                new = spec.written_by_steps
                 read += max(0, stop - start - new) * entry
                 written += entry * new
         work.append(LayerWork(layer, group, kind, read, written, updated))
@@ -98,36 +82,34 @@ def decode_bytes(layout: Layout, batch: Batch) -> pd.DataFrame:
 def layer_kind(layout: Layout, layer: str) -> str:
     """The spec's kind; for a state layer the recurrence: the model's word for it, else from the spec."""
     spec = layout.layer_specs[layer]
-    if not isinstance(spec, MambaSpec):
+    if not spec.holds_state:
         return spec.kind
-    mixer = getattr(model_layer(layout, layer), "mixer", None)
-    by_type = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "gdn", "SHORT_CONV": "short_conv"}
-    kind = mixer or by_type.get(spec.mamba_type.upper(), spec.mamba_type.lower())
+    kind = getattr(model_layer(layout, layer), "mixer", None) or spec.recurrence
     if kind not in ("mamba1", "mamba2", "gdn", "kda", "short_conv", "linear"):
         raise DecodeError(
-            f"layer {layer!r}: no decode step for state type {spec.mamba_type!r}; known are MAMBA1, MAMBA2, "
+            f"layer {layer!r}: no decode step for state type {spec.label!r}; known are MAMBA1, MAMBA2, "
             "GDN_ATTN, SHORT_CONV and LINEAR"
         )
     return kind
 
 
-def model_layer(layout: Layout, layer: str):
+def model_layer(layout: Layout, layer: str) -> Layer | None:
     """The model's facts about a layer, or None for a layout made by hand."""
     model = getattr(layout, "model", None)
     return next((x for x in getattr(model, "layers", ()) if x.name == layer), None)
 
 
-def local_range(layout: Layout, group: int, spec: AttentionSpec, request) -> tuple[int, int]:
+def local_range(layout: Layout, group: int, spec: KVCacheSpec, request: RequestBlocks) -> tuple[int, int]:
     """``visible`` in this rank's entries: shared out where decode context parallelism shards the layer."""
-    start, stop = visible(spec, request.request.num_tokens, request.request.encoder_tokens)
+    start, stop = spec.visible(request.request.num_tokens, request.request.encoder_tokens)
     shards = layout.decode_context_parallel_size if spec.dcp_sharded else 1
     return (start, stop) if shards == 1 else (start // shards, cdiv(stop, shards))
 
 
 def _refuse_packed(layer: str, spec: KVCacheSpec) -> None:
-    if isinstance(spec, CircularBufferSpec) or spec.packed is not None or spec.tokens_per_state > 1:
+    if spec.bookkeeping or spec.packed is not None or spec.tokens_per_state > 1:
         what = f"packed as {spec.packed}" if spec.packed else f"{spec.tokens_per_state} tokens in one entry"
-        if isinstance(spec, CircularBufferSpec):
+        if spec.bookkeeping:
             what = "a ring of packed integers"
         raise DecodeError(
             f"layer {layer!r}: pages are {what}, no backend attends to them; measure a layout with a plain "

@@ -8,17 +8,6 @@ from collections.abc import Iterable
 from decodebench.layout.capacity import capacity, log_lines, waste
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
-from decodebench.models.specs import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
 from decodebench.words import columns
 
 COLUMNS = ("group", "kind", "layers", "block", "page", "padding", "blocks/request", "first layer")
@@ -30,7 +19,7 @@ def rows(layout: Placed) -> list[tuple[str, ...]]:
     return [
         (
             str(g),
-            describe(group.kv_cache_spec),
+            group.kv_cache_spec.label,
             str(len(group.layer_names)),
             f"{layout.tokens_per_block(g):,}",
             pages(group),
@@ -42,29 +31,14 @@ def rows(layout: Placed) -> list[tuple[str, ...]]:
     ]
 
 
-def describe(spec: KVCacheSpec) -> str:
-    """A kind with the number that matters to it."""
-    words = {
-        FullAttentionSpec: "full",
-        MLAAttentionSpec: "latent",
-        SlidingWindowSpec: "window",
-        SlidingWindowMLASpec: "latent window",
-        ChunkedLocalAttentionSpec: "chunk",
-        CrossAttentionSpec: "cross",
-        CircularBufferSpec: "ring",
-    }
-    if isinstance(spec, MambaSpec):
-        return spec.mamba_type.lower().removesuffix("_attn").replace("_", " ")
-    number = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return words.get(type(spec), spec.kind) + (f" {number:,}" if number else "")
-
-
 def pages(group: KVCacheGroupSpec) -> str:
+    """Page sizes of a group in bytes, the first three where they are mixed."""
     sizes = list(dict.fromkeys(spec.page_size_bytes for spec in group.layer_specs))
     return " + ".join(f"{size:,}" for size in sizes[:3]) + (" …" if len(sizes) > 3 else "")
 
 
 def padding(group: KVCacheGroupSpec) -> str:
+    """What padding adds to a group's pages, as a share of their content."""
     content = sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
     return f"{group.bytes_per_block / content - 1:.2%}" if group.bytes_per_block > content else "–"
 
@@ -106,6 +80,8 @@ def summary(layout: Placed) -> str:
 
 
 def html_table(layout: Placed) -> str:
+    """The layout as notebooks show it."""
+
     def row(cells: Iterable[str], tag: str) -> str:
         inner = "".join(
             f'<{tag} style="text-align:{"left" if i in (1, 7) else "right"}">{html.escape(cell)}</{tag}>'

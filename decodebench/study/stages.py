@@ -40,8 +40,8 @@ def _not_judged(fault: str) -> str:
 
 
 def _planned_rows(layout, batch, fault: str | None):
-    """What the connector would write: the scheduler half's plan, or rows per group where the worker half
-    changes it.
+    """What the connector would write: the scheduler half's plan, or rows per
+    group where the worker half changes it.
     """
     scheduler, worker = (
         faulty_halves(layout, fault) if fault else (ConnectorScheduler(layout), ConnectorWorker(layout))
@@ -88,6 +88,7 @@ def audit_stage(case: Case, made: dict) -> dict:
 
 
 def decode_stage(case: Case, made: dict) -> dict:
+    """One decode step on the cache that the audit left, next to what the machine allows."""
     measured = measure_decode(
         made["cache"],
         made["batch"],

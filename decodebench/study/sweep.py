@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from decodebench.measure.journal import Journal
 from decodebench.measure.provenance import provenance
 from decodebench.study.compare import compare, summary
 from decodebench.study.grid import AXES, Case, SweepError, cases, load_grid
-from decodebench.study.journal import Journal
 from decodebench.study.plans import forget
 from decodebench.study.runners import evaluate
 from decodebench.study.table import COLUMNS, DTYPES, axes_text, read, schema, table
@@ -47,10 +47,9 @@ def run(
 
     ``grid``: axes (see ``Case``), several such grids, or the path of a TOML file. ``out``: a folder
     for the rows and their provenance; cases that it already holds are not computed again, except
-    those that failed or were refused where ``retry_failed``. Without it nothing is stored. ``progress``: a
-    bar with
-    the time left; by default where stderr is a terminal. ``.attrs["provenance"]`` of the result
-    lists the runs that its ``run`` column names.
+    those that failed or were refused where ``retry_failed``. Without it nothing is stored.
+    ``progress``: a bar with the time left; by default where stderr is a terminal.
+    ``.attrs["provenance"]`` of the result lists the runs that its ``run`` column names.
     """
     forget()
     wanted = cases(load_grid(grid) if isinstance(grid, str | Path) else grid)
