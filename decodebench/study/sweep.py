@@ -81,7 +81,11 @@ def _counted(result):
 def refusals(result) -> str:
     """How many cases of a table were refused or failed, and why, in one line."""
     bad = result[result["status"] != "ok"]
-    reasons = "; ".join(f"{n} × {reason}" for reason, n in bad["reason"].value_counts().head(3).items())
+    told = (
+        f"{n} × {reason if len(reason) <= 160 else reason[:157] + '…'}"
+        for reason, n in (bad["reason"].value_counts().head(3).items())
+    )
+    reasons = "; ".join(told)
     return f"{len(bad)} of {counted(len(result), 'case')} not measured (status, reason): {reasons}"
 
 
