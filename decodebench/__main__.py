@@ -48,6 +48,7 @@ COMMANDS = {
     ),
     "plot": ("decodebench.show.plot", "add_plot_arguments", "plot_command", "a stored sweep as a figure"),
     "report": ("decodebench.show.report", "add_report_arguments", "report_command", "notebooks to HTML"),
+    "gpu": ("decodebench.study.gpu", "add_gpu_arguments", "gpu_command", "ten minutes of figures from a GPU"),
     "bench fill": (
         "decodebench.study.bench_fill",
         "add_arguments",

@@ -288,6 +288,11 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
         )
     try:
         storage = torch.empty(layout.size, dtype=torch.uint8, device=device)
+    except torch.cuda.OutOfMemoryError:  # free, but in pieces
+        raise AllocationRefused(
+            f"a cache of {layout.size / 2**30:.2f} GiB finds no room in one piece on {device}, which has "
+            f"{free / 2**30:.2f} GiB free: plan a smaller memory, or start in a fresh process"
+        ) from None
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AllocationRefused(
@@ -315,7 +320,9 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise AllocationRefused(f"device {device}: no CUDA device is usable here; use device='cpu'")
-        return torch.cuda.mem_get_info(device)[0]
+        # what torch keeps for its next allocation is free as well; it gives it back before it refuses
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     if device.type != "cpu":
         return 2**62
     meminfo = Path("/proc/meminfo")

@@ -88,6 +88,7 @@ COLUMNS: dict[str, Column] = {
     "seconds": Column("Float64", "s", "wall time of the whole case"),
     "run": Column("Int64", "", "which run of the folder's provenance made the row"),
     # layout
+    "reading": Column("string", "", "how an unknown family was read; empty where a reader knows it"),
     "longest_context": Column("Int64", "tokens", "the longest request: context as a number to sort by"),
     "groups": Column("Int64", "", "KV cache groups"),
     "layers": Column("Int64", "", "layers with a cache"),
