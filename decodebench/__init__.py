@@ -16,6 +16,7 @@ _HOME = {
     "DecodebenchError": "errors",
     "load_model": "models.load",
     "list_models": "models.load",
+    "CacheOptions": "models.options",
     "plan": "layout.plan",
     "compare": "layout.compare",
     "machine": "forecast.machines",
@@ -42,6 +43,7 @@ _HOME = {
     "compare_simulations": "forecast.simulate",
     "step_floor": "forecast.step_costs",
     "recommend": "forecast.recommend",
+    "plot": "show.plot",
     "sweep": "study",
     "report": "show",
 }

@@ -22,7 +22,7 @@ import torch
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.models.specs import KVCacheSpec, PagePart
-from decodebench.words import some
+from decodebench.words import bytes_text, counted, short, some
 
 #: the byte that unfilled memory consists of: NaN in every floating dtype a cache may hold
 POISON = 0xFF
@@ -117,7 +117,20 @@ class Cache:
     logical: Mapping[str, torch.Tensor]
     #: what ``allocate`` wrote into every byte; None where it wrote nothing, and for an engine's memory
     initial: str | None = None
+    #: what the last fill wrote, under ``values``: what an audit expects where nothing else is asked for
+    filled_with: dict[str, object] = field(default_factory=dict, init=False, repr=False)
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        name = short(layout.model.name) if layout.model else "a layout by hand"
+        memory = bytes_text(layout.size) if self.storage is not None else "an engine's memory"
+        made = {"poison": ", poisoned", "zeros": ", made of zeros"}.get(self.initial or "", "")
+        filled = f", filled with {self.filled_with['values']}" if self.filled_with else ""
+        return (
+            f"Cache of {name}: {sum(layout.pool_num_blocks):,} blocks, {memory} on {self.device}, "
+            f"{counted(len(self.places), 'layer')}{made}{filled}"
+        )
 
     def parts(self, layer: str) -> tuple[PagePart, ...]:
         """The layer's parts as they lie here (keys and values apart where an engine keeps them so)."""
@@ -257,6 +270,10 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
     ``initial``: ``poison`` (every byte ``0xFF``), ``zeros``, or None (whatever the memory held).
     Raises ``AllocationRefused`` where the device has less free memory.
     """
+    if not isinstance(layout, Layout):
+        raise AllocationRefused(
+            f"allocate({type(layout).__name__}, …): a layout is allocated; db.plan(model, memory=…) makes one"
+        )
     try:
         device = torch.device(device)
     except RuntimeError:
@@ -275,6 +292,11 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
         raise AllocationRefused(
             f"a cache of {layout.size / 2**30:.2f} GiB finds no room in one piece on {device}, which has "
             f"{free / 2**30:.2f} GiB free: plan a smaller memory, or start in a fresh process"
+        ) from None
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AllocationRefused(
+            f"device {str(device)!r}: torch cannot allocate there ({why}); use 'cpu' or 'cuda'"
         ) from None
     if initial is not None:
         storage.fill_(POISON if initial == "poison" else 0)

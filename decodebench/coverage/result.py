@@ -152,7 +152,8 @@ class Audit:
         """One line for a reader in a hurry."""
         share = "100 %" if self.covered == self.required else f"{min(99.9, 100 * self.coverage):.1f} %"
         groups = len(self.layout.groups)
-        line = f"{share} of {self.required:,} required rows covered in {groups} group{'s' * (groups != 1)}"
+        covered = "written, by block ids," if self.source == "plan" else "covered"
+        line = f"{share} of {self.required:,} required rows {covered} in {groups} group{'s' * (groups != 1)}"
         zeroed = int(self.counts[:, :, ZEROED_ROW].sum())
         if zeroed:
             line += f", {zeroed:,} of them zeroed on purpose"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from decodebench.errors import DecodebenchError
@@ -30,6 +32,23 @@ MEMORY_ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 class OptionError(DecodebenchError):
     """An option that no engine takes, or not with this model: says which, its value, and what is known."""
+
+
+def with_options(function: Callable) -> Callable:
+    """Show the fields of ``CacheOptions`` in the signature of a function that takes ``**options``.
+
+    So Tab completes them, and ``help`` lists them with their defaults.
+    """
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    given = {p.name for p in named}
+    options = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(CacheOptions)
+        if f.name not in given
+    ]
+    function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import difflib
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
+from decodebench.layout.pool import BlockError, parse_lengths
 from decodebench.measure.journal import SCHEMA_VERSION
 
 #: how far a case goes, each level including those before it; traffic goes on from the layout alone
@@ -113,15 +113,10 @@ TRAFFIC_AXES = AXES[AXES.index("trace") :]
 
 def parse_context(text: str | int) -> tuple[int, ...]:
     """``"4096"`` → (4096,); ``"63x4096+1x262144"`` → 64 lengths. Raises ``SweepError``."""
-    lengths: list[int] = []
-    for term in str(text).replace(" ", "").replace("_", "").split("+"):
-        match = re.fullmatch(r"(?:(\d+)[x×])?(\d+)", term)
-        if not match or int(match[2]) < 1 or (match[1] and not 1 <= int(match[1]) <= 1_000_000):
-            raise SweepError(
-                f"context {text!r}: write a length such as 4096, or a mix such as 63x4096+1x262144"
-            )
-        lengths += [int(match[2])] * int(match[1] or 1)
-    return tuple(lengths)
+    try:
+        return parse_lengths(text)
+    except BlockError as error:
+        raise SweepError(str(error)) from None
 
 
 def cases(grid: Mapping | Sequence[Mapping]) -> list[Case]:

@@ -109,7 +109,9 @@ def layout_stage(case: Case, made: dict) -> dict:
         "blocks_per_request": mean,
         "concurrency": longest.concurrency,
         "tokens": longest.tokens,
-        "intercept_bytes": longest.intercept_bytes,
+        "longest_context": longest.length,
+        "start_bytes": longest.start_bytes,
+        "request_bytes": longest.request_bytes,
         "slope_bytes": longest.slope_bytes,
         **{f"waste_{cause}": share for cause, share in waste.items() if cause != "content"},
     }

@@ -563,7 +563,7 @@ def test_almost_all_is_not_all():
     batch = admit(layout, context=[3001])
     found = plan_audit(layout, batch, [batch.requests[0].block_ids[0][1:3000]])
     assert found.verdict.startswith(
-        "99.9 % of 3,000 required rows covered in 1 group: group 0 (full_attention) 99.9 %"
+        "99.9 % of 3,000 required rows written, by block ids, in 1 group: group 0 (full_attention) 99.9 %"
     )
 
 
