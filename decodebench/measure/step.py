@@ -28,6 +28,8 @@ class LayerStep:
     run: Callable[[], torch.Tensor] = field(repr=False)
     touched: tuple[tuple[torch.Tensor, tuple], ...] = field(repr=False)
     fallback: str | None = None
+    #: floating-point operations of its products: attention's, two a multiplication and addition
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class DecodeStep:
 
     def restore(self) -> None:
         for view, index, value in self._saved:
-            _bits(view)[index] = value
+            _bits(view)[index] = value.to(view.device)
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -98,7 +100,8 @@ def prepare_step(
             q = (heads, activation)
             table = tables[work.group]
             steps.append(_attention_layer(cache, batch, work, spec, runs_on, table, random, q, plans))
-    saved = tuple((view, index, _bits(view)[index].clone()) for s in steps for view, index in s.touched)
+    # a GPU's states are kept in host memory: a second copy of them would not fit beside a full cache
+    saved = tuple((view, index, _bits(view)[index].cpu()) for s in steps for view, index in s.touched)
     assumed = query_heads is None and any(
         model_layer(layout, w.layer) is None and not layout.layer_specs[w.layer].holds_state for w in chosen
     )
@@ -189,7 +192,9 @@ def _attention_layer(cache, batch, work, spec, backend, table, random, query, pl
         def run() -> torch.Tensor:
             return runner.attend(q, view, table, start, stop, **options)
 
-    return LayerStep(work, run, touched, fallback and f"torch, {fallback}")
+    seen = sum(max(0, last - first) for first, last in ranges)
+    operations = 2 * heads * (spec.head_size + shape["head_size_v"]) * seen
+    return LayerStep(work, run, touched, fallback and f"torch, {fallback}", operations)
 
 
 def _check_row(work: LayerWork, blocks, start: int, stop: int, entries: int) -> None:

@@ -625,6 +625,8 @@ class MambaSpec(KVCacheSpec):
     mamba_cache_mode: str = "none"
     num_speculative_blocks: int = 0
     num_prefill_checkpoint_blocks: int = 0
+    #: every rank of a tensor parallel group holds the whole state
+    tp_replicated: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shapes) != len(self.dtypes):
@@ -653,6 +655,7 @@ class MambaSpec(KVCacheSpec):
             and other.num_speculative_blocks == self.num_speculative_blocks
             and other.num_prefill_checkpoint_blocks == self.num_prefill_checkpoint_blocks
             and other.page_size_bytes == self.page_size_bytes
+            and other.tp_replicated == self.tp_replicated
         )
 
     def num_skipped_tokens(self, num_computed: int) -> int:
