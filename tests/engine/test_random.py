@@ -19,6 +19,11 @@ def test_random_scenarios_of_vllms_own_scheduler_and_builders(first):
             raise AssertionError(f"scenario {seed}: {error}") from error
 
 
+@pytest.mark.parametrize("seed", [12914])
+def test_a_prompt_that_hits_all_of_what_another_of_its_step_fills_is_not_taken_for_it(seed):
+    scenarios.Scenario(seed).run()
+
+
 @pytest.mark.parametrize("model", dbv.TINY)
 def test_a_byte_audit_sees_each_mutation_of_a_fill_and_nothing_where_there_is_none(model):
     caught, wrong = mutations.trials(model, 3, seed=1)

@@ -40,9 +40,8 @@ def mutated_write(worker, write, rows, kind: str, draw: random.Random):
     if kind in KINDS[:3]:
         rows[group].remove(row)
         if kind == "shift a row":
-            rows[group].append(
-                row + draw.choice([-1, 1]) if 1 < row < layout.num_blocks_of(group) - 1 else row + 1
-            )
+            possible = [b for b in (row - 1, row + 1) if 0 < b < layout.num_blocks_of(group)]
+            rows[group].append(draw.choice(possible))
         elif kind == "another group's row":
             rows[draw.choice(others)].append(row)
         return write([tuple(sorted(set(ids))) for ids in rows])
