@@ -40,3 +40,22 @@ def test_untested_versions_warn_or_are_refused():
     assert f"tested: {TESTED[0]}" in check_version("0.99.0", strict=False)
     with pytest.raises(UntestedVersion, match=r"vLLM 0\.99\.0 was never tested"):
         check_version("0.99.0", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("mean=1", "kv_connector_extra_config='mean=1': give a dictionary"),
+        ([1], "give a dictionary of options, mean"),
+        ({"std": 10**400}, "option std=1000.*at most 64 bits"),
+        ({"seed": 2**64}, "option seed=18446744073709551616.*at most 64 bits"),
+        ({"seed": -1}, "option seed=-1: expected a whole number of 0 or more"),
+        ({"audit_file": ""}, "option audit_file='': expected the path of a file"),
+        ({"audit_file": "a\0b"}, "expected the path of a file"),
+        ({"mean": "a" * 100_000}, "option mean='aaaa"),
+    ],
+)
+def test_values_of_the_wrong_kind_or_size_are_refused_in_a_short_line(config, words):
+    with pytest.raises(OptionRefused, match=words) as error:
+        parse(config)
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
