@@ -106,8 +106,8 @@ def spec_of(
     shared = {
         "block_size": spec.block_size,
         "page_size_padded": getattr(spec, "page_size_padded", None),
-        "dcp_sharded": spec.dcp_sharded,
-        "block_stride_alignment": spec.get_block_stride_alignment(),
+        "dcp_sharded": getattr(spec, "dcp_sharded", isinstance(spec, v.FullAttentionSpec)),
+        "block_stride_alignment": getattr(spec, "get_block_stride_alignment", lambda: getattr(spec, "block_stride_alignment", None) or 1)(),
     }
     if isinstance(spec, v.MambaSpec):
         return specs.MambaSpec(

@@ -1,0 +1,340 @@
+"""All golden layouts again, computed by the vLLM that is installed here.
+
+    python tests/goldens/recompute.py            # writes tests/goldens/vllm-<release>/
+    python tests/goldens/recompute.py --check    # compares with what is stored, writes nothing
+
+Layers come from decodebench's reading of each stored config, as vLLM specs; everything after that is
+vLLM's own code: grouping, page alignment, placement, capacity, the length that fits where the one asked
+for does not. A release whose numbers are those of an earlier one stores only its name. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from decodebench.vllm.start import FORWARD, prepare_process  # noqa: E402
+
+prepare_process()
+
+import torch  # noqa: E402
+import vllm  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.v1 import kv_cache_interface as v  # noqa: E402
+from vllm.v1.attention.backend import MultipleOf  # noqa: E402
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum  # noqa: E402
+from vllm.v1.core import kv_cache_utils  # noqa: E402
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
+
+from decodebench import listing  # noqa: E402
+from decodebench.layout import Prepared, prepare  # noqa: E402
+from decodebench.specs import AttentionSpec, DecodebenchError, KVCacheSpec, MambaSpec  # noqa: E402
+
+try:  # 0.33 moved the planning to a module of its own
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:
+    planning = kv_cache_utils
+
+RELEASE = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
+
+
+# -- our specs in vLLM's words -------------------------------------------------------------------
+
+
+def vllm_spec(spec: KVCacheSpec, cache_dtype: str = "auto") -> v.KVCacheSpec:
+    """The same layer as a spec of the installed vLLM; fields that a release does not have are left out."""
+    kind = getattr(v, type(spec).__name__)
+    alignment: Any = spec.block_stride_alignment if spec.block_stride_alignment > 1 else None
+    if spec.kernel_block_tokens is not None:
+        alignment = MultipleOf(spec.kernel_block_tokens)
+        if not hasattr(v.KVCacheSpec, "get_block_stride_alignment"):
+            alignment = None  # before 0.32 only a number of bytes could be asked for
+    wanted: dict[str, Any] = {
+        "block_size": spec.block_size,
+        "page_size_padded": spec.page_size_padded,
+        "dcp_sharded": spec.dcp_sharded,
+        "block_stride_alignment": alignment,
+    }
+    if isinstance(spec, MambaSpec):
+        wanted |= {
+            "shapes": spec.shapes,
+            "dtypes": tuple(getattr(torch, name) for name in spec.dtypes),
+            "mamba_type": MambaAttentionBackendEnum[spec.mamba_type],
+            "mamba_cache_mode": spec.mamba_cache_mode,
+            "num_speculative_blocks": spec.num_speculative_blocks,
+            "num_prefill_checkpoint_blocks": spec.num_prefill_checkpoint_blocks,
+        }
+    if isinstance(spec, AttentionSpec):
+        listed = listing.spec_dict(spec, cache_dtype)
+        wanted |= {
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "head_size_v": spec.head_size_v,
+            "dtype": getattr(torch, listed["dtype"]),
+            "kv_quant_mode": v.KVQuantMode[listed["kv_quant_mode"]],
+            "state_content_bytes": spec.state_content_bytes,
+            "tokens_per_state": spec.tokens_per_state,
+        }
+        for name in ("sliding_window", "attention_chunk_size", "alignment", "is_index_group_leader"):
+            if hasattr(spec, name):
+                wanted[name] = getattr(spec, name)
+        if hasattr(spec, "cache_role"):
+            wanted["cache_role"] = v.SparseCacheRole[spec.cache_role]
+        if "cache_dtype_str" in listed:
+            wanted["cache_dtype_str"] = listed["cache_dtype_str"]
+        if "model_version" in listed:
+            wanted["model_version"] = listed["model_version"]
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in wanted.items() if name in known})
+
+
+# -- vLLM's configuration ------------------------------------------------------------------------
+
+
+@cache
+def engine_config():
+    """One engine's configuration, whose fields each case overwrites."""
+    fields_of = json.loads((HERE.parents[1] / "data" / "models" / "tiny-llama" / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(FORWARD | fields_of))
+        config = EngineArgs(
+            model=folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=4096
+        ).create_engine_config()
+    register_all_kvcache_specs(config)
+    return config
+
+
+def config_for(grouped: Prepared, length: int, fit: bool):
+    """The configuration under which vLLM plans this case; ``fit`` asks for the longest length that fits."""
+    config, options = engine_config(), grouped.options
+    config.model_config.max_model_len = length
+    config.model_config.original_max_model_len = -1 if fit else length
+    config.parallel_config.tensor_parallel_size = options.tensor_parallel_size
+    config.parallel_config.decode_context_parallel_size = options.decode_context_parallel_size
+    config.scheduler_config.max_num_batched_tokens = options.max_num_batched_tokens
+    config.scheduler_config.async_scheduling = options.async_scheduling
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not options.hybrid_kv_cache_manager
+    config.cache_config.enable_prefix_caching = options.enable_prefix_caching
+    config.cache_config.mamba_cache_mode = grouped.resolved.mamba_cache_mode if grouped.resolved else "none"
+    config.cache_config.kv_cache_layout = grouped.memory_order
+    config.__dict__.pop("max_in_flight_tokens", None)
+    assert config.max_in_flight_tokens == options.max_in_flight_tokens, config.max_in_flight_tokens
+    return config
+
+
+def configs(config, specs: dict[str, v.KVCacheSpec], budget: int):
+    """vLLM's ``KVCacheConfig`` of a single worker with this much memory."""
+    given = dict(specs)
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        groups = planning.get_global_kv_cache_groups(config, [given])
+        return planning.get_kv_cache_configs(config, [given], [budget], groups)[0]
+    return planning.get_kv_cache_configs(config, [given], [budget])[0]
+
+
+# -- one case ------------------------------------------------------------------------------------
+
+
+def groups_of(config, specs: dict[str, v.KVCacheSpec]) -> list[v.KVCacheGroupSpec]:
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        return planning.get_global_kv_cache_groups(config, [dict(specs)])
+    return planning.get_kv_cache_groups(config, dict(specs))
+
+
+def layout(grouped: Prepared, specs: dict[str, v.KVCacheSpec], budgets: list[int]) -> dict:
+    """Groups, and for each budget the memory or why it is refused, in the form of the stored cases."""
+    config = config_for(grouped, grouped.max_model_len, fit=False)
+    groups = groups_of(config, specs)
+    return {
+        "groups": [group_dict(config, group) for group in groups],
+        "bytes_per_block": bytes_per_block(config, groups),
+        "memory": {str(budget): memory(grouped, specs, budget) for budget in budgets},
+    }
+
+
+def bytes_per_block(config, groups) -> int:
+    try:
+        return planning._pool_bytes_per_block(config, groups)
+    except TypeError:  # before 0.32 without the configuration
+        return planning._pool_bytes_per_block(groups)
+
+
+def memory(grouped: Prepared, specs: dict[str, v.KVCacheSpec], budget: int) -> dict:
+    config = config_for(grouped, grouped.max_model_len, fit=False)
+    try:
+        found = configs(config, specs, budget)
+    except ValueError as error:
+        return {"refused": str(error), "auto_fit": auto_fit(grouped, specs, budget)}
+    tokens, concurrency = kv_cache_utils.get_kv_cache_capacity(config, found)
+    return {
+        "num_blocks": found.num_blocks,
+        "max_concurrency": concurrency,
+        "capacity_tokens": tokens,
+        "needs_kv_cache_zeroing": found.needs_kv_cache_zeroing,
+        "tensors": [tensor_dict(tensor) for tensor in found.kv_cache_tensors],
+    }
+
+
+def auto_fit(grouped: Prepared, specs: dict[str, v.KVCacheSpec], budget: int) -> dict | None:
+    config = config_for(grouped, grouped.max_model_len, fit=True)
+    try:
+        found = configs(config, specs, budget)
+    except ValueError:
+        return None
+    return {"max_model_len": config.model_config.max_model_len, "num_blocks": found.num_blocks}
+
+
+def tensor_dict(tensor) -> dict:
+    names = ("layers", "offset", "layer_stride", "block_stride", "size")
+    return {name: getattr(tensor, name) for name in names}
+
+
+def group_dict(config, group) -> dict:
+    spec = group.kv_cache_spec
+    return {
+        "layers": list(group.layer_names),
+        "block_size": spec.block_size,
+        "page_size_bytes": spec.page_size_bytes,
+        "blocks_per_request": blocks_per_request(config, spec),
+        "spec": spec_dict(spec),
+    }
+
+
+def blocks_per_request(config, spec) -> int | None:
+    """Blocks that a request of the maximum length needs; None where pages are empty."""
+    try:
+        return -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
+    except ZeroDivisionError:  # a block too small for one compressed entry
+        return None
+
+
+#: what a stored spec says beside its fields
+PROPERTIES = ("page_size_bytes", "prefix_cacheable", "tokens_per_state")
+
+
+def spec_dict(spec) -> dict:
+    """A spec of vLLM's as the stored cases write it: fields that are None are left out."""
+    out = {"class": type(spec).__name__}
+    if isinstance(spec, v.UniformTypeKVCacheSpecs):
+        by_spec: list[dict] = []
+        for name, inner in spec.kv_cache_specs.items():
+            listed = spec_dict(inner)
+            same = next((entry for entry in by_spec if entry["spec"] == listed), None)
+            if same is None:
+                by_spec.append({"spec": listed, "layers": [name]})
+            else:
+                same["layers"].append(name)
+        out["layers_by_spec"] = by_spec
+    else:
+        out |= {field.name: plain(getattr(spec, field.name)) for field in fields(spec)}
+        out["unpadded_page_size_bytes"] = (
+            spec.unpadded_page_size_bytes if isinstance(spec, v.AttentionSpec) else spec.real_page_size_bytes
+        )
+    out |= {name: plain(getattr(spec, name)) for name in ("block_size", "dcp_sharded") if hasattr(spec, name)}
+    out |= {name: plain(getattr(spec, name)) for name in PROPERTIES if _has(spec, name)}
+    return {name: value for name, value in out.items() if value is not None and name not in NOT_STORED}
+
+
+#: fields that say nothing about memory, or that only some releases have
+NOT_STORED = {
+    "block_stride_alignment",
+    "cache_hit_alignment_tokens",
+    "is_draft",
+    "is_index_group_leader",
+    "max_tp_shards",
+    "non_causal",
+    "non_causal_multi_token_decode",
+    "num_head_slots",
+    "num_heads",
+    "prefill_checkpoint_alignment",
+    "storage_block_size",
+    "topk_buffer_width",
+    "tp_replicated",
+}
+
+
+def _has(spec, name: str) -> bool:
+    try:
+        return getattr(spec, name) is not None
+    except NotImplementedError:
+        return False
+
+
+def plain(value):
+    """A field as JSON would hold it."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if hasattr(value, "name"):
+        return value.name
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value
+
+
+# -- all of them ---------------------------------------------------------------------------------
+
+
+def stored(name: str):
+    return json.loads(gzip.decompress((HERE / name).read_bytes()))
+
+
+def models() -> list[str]:
+    return sorted(path.name.removesuffix(".json.gz") for path in HERE.glob("*.json.gz"))
+
+
+def main() -> int:
+    from golden_options import options_of
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare with what is stored, write nothing")
+    arguments = parser.parse_args()
+    wrong = 0
+    for model in tqdm(models(), unit="model"):
+        golden = stored(f"{model}.json.gz")
+        for case in golden["cases"]:
+            if "refused" in case:
+                continue
+            grouped = prepare(model, **options_of(case))
+            specs = {n: vllm_spec(s, grouped.resolved.kv_cache_dtype) for n, s in grouped.model.specs(grouped.resolved, grouped.options).items()}
+            found = layout(grouped, specs, [int(b) for b in case["memory"]])
+            for key in ("groups", "bytes_per_block", "memory"):
+                a, b = json.loads(json.dumps(found[key])), case[key]
+                if key == "memory":
+                    for x in (*a.values(), *b.values()):
+                        if "refused" in x: x["refused"] = ""
+                if a != b:
+                    wrong += 1
+                    print(model, case["case"], key, diff(a, b))
+    print(wrong)
+    return bool(wrong)
+
+
+def diff(a, b, path=""):
+    if type(a) != type(b): return f"{path}: {a!r} != {b!r}"[:300]
+    if isinstance(a, dict):
+        for k in sorted(a.keys() | b.keys()):
+            if k not in a or k not in b: return f"{path}.{k}: only in {'stored' if k in b else 'found'} {a.get(k, b.get(k))}"[:300]
+            if a[k] != b[k]: return diff(a[k], b[k], f"{path}.{k}")
+    if isinstance(a, list):
+        if len(a) != len(b): return f"{path} len {len(a)} != {len(b)}"
+        for i, (x, y) in enumerate(zip(a, b)):
+            if x != y: return diff(x, y, f"{path}[{i}]")
+    return f"{path}: {a!r} != {b!r}"[:300]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
