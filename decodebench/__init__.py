@@ -8,40 +8,40 @@ Names are imported on first use, so that planning a layout loads neither torch n
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+from decodebench._version import __version__ as __version__
 
-#: public name → the room it lives in
-_ROOM_OF = {
-    "DecodebenchError": "specs",
-    "load_model": "models",
-    "list_models": "models",
-    "plan": "layout",
-    "compare": "layout",
-    "Request": "blocks",
-    "KVCacheManager": "blocks",
-    "admit": "blocks",
-    "allocate": "cache",
-    "Constant": "fill",
-    "Normal": "fill",
-    "Zeros": "fill",
-    "fill_cache": "connector",
-    "FAULTS": "faults",
-    "audit": "coverage",
-    "measure_decode": "decode",
-    "sweep": "sweep",
-    "plots": "plots",
-    "report": "report",
+#: public name → the file it lives in, under this package; for a module: its room
+_HOME = {
+    "DecodebenchError": "errors",
+    "load_model": "models.load",
+    "list_models": "models.load",
+    "plan": "layout.plan",
+    "compare": "layout.compare",
+    "Request": "layout.pool",
+    "KVCacheManager": "layout.pool",
+    "admit": "layout.pool",
+    "allocate": "cache.tensors",
+    "Constant": "cache.values",
+    "Normal": "cache.values",
+    "Zeros": "cache.values",
+    "fill_cache": "cache.run",
+    "FAULTS": "cache.faults",
+    "audit": "coverage.from_bytes",
+    "measure_decode": "measure.latency",
+    "sweep": "study",
+    "report": "show",
 }
 
-__all__ = sorted(_ROOM_OF)
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str):
-    room = _ROOM_OF.get(name)
-    if room is None:
+    home = _HOME.get(name)
+    if home is None:
         raise AttributeError(f"module 'decodebench' has no attribute {name!r}")
-    module = import_module(f"decodebench.{room}")
-    return module if name == room else getattr(module, name)
+    if home in ("study", "show"):
+        return import_module(f"decodebench.{home}.{name}")
+    return getattr(import_module(f"decodebench.{home}"), name)
 
 
 def __dir__() -> list[str]:

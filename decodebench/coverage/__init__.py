@@ -16,24 +16,6 @@ touched: ``stray`` (written, owned by nobody in this batch, the null block among
 nothing to stand in for) and ``clobbered`` (written over what another group or a shared prefix
 owns). Groups alias the same bytes, so ownership is per (pool, block id), and every byte is judged
 through the group that owns its block.
+
+May use: ``models``, ``layout``, ``cache``.
 """
-
-from decodebench.coverage.cost import cost_findings
-from decodebench.coverage.pages import audit
-from decodebench.coverage.plan import plan_audit
-from decodebench.coverage.required import CoverageError, RequiredRows, holding_rows, owners, required_rows
-from decodebench.coverage.result import STATES, Audit, Finding
-
-__all__ = [
-    "STATES",
-    "Audit",
-    "CoverageError",
-    "Finding",
-    "RequiredRows",
-    "audit",
-    "cost_findings",
-    "holding_rows",
-    "owners",
-    "plan_audit",
-    "required_rows",
-]

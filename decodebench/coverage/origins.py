@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from decodebench.cache import Cache
-from decodebench.fill import FILLED, Values, identify_row, inspect_rows
-from decodebench.layout import KVCacheConfig
+from decodebench.cache.readback import FILLED, identify_row, inspect_rows
+from decodebench.cache.tensors import Cache
+from decodebench.cache.values import Values
+from decodebench.layout.layout import Layout
 
 #: pages whose content is searched for in all of the values, a group (a search reads the noise bank)
 LOOKUPS = 32
@@ -36,7 +37,7 @@ class Origins:
     ``writer[g]``: layer index, -1 where unknown; ``block[g]``: the block they were meant for.
     """
 
-    layout: KVCacheConfig
+    layout: Layout
     writer: list[np.ndarray]
     block: list[np.ndarray]
 

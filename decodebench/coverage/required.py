@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decodebench.blocks import NULL_BLOCK, OWN_ROWS, Batch, RequestBlocks
-from decodebench.connector import describe
-from decodebench.layout import KVCacheConfig
-from decodebench.specs import CircularBufferSpec, CrossAttentionSpec, DecodebenchError, MambaSpec
+from decodebench.cache.connector import describe
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK, OWN_ROWS, Batch, RequestBlocks
+from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, MambaSpec
 
 
 class CoverageError(DecodebenchError):
@@ -34,7 +35,7 @@ class RequiredRows:
     shared: np.ndarray
 
 
-def required_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
+def required_rows(layout: Layout, batch: Batch) -> list[RequiredRows]:
     """Required rows of every request and group; layers of one group that read alike share an entry.
 
     Raises ``CoverageError`` where a table has no block at a position that the step reads.
@@ -48,7 +49,7 @@ def required_rows(layout: KVCacheConfig, batch: Batch) -> list[RequiredRows]:
 
 
 def _required_in_group(
-    layout: KVCacheConfig, blocks: RequestBlocks, request: int, group: int
+    layout: Layout, blocks: RequestBlocks, request: int, group: int
 ) -> Iterator[RequiredRows]:
     if blocks.num_tokens == 1:
         return  # the step computes the first token: whatever it reads, it writes itself
@@ -70,14 +71,14 @@ def _required_in_group(
         )
 
 
-def hit_blocks(layout: KVCacheConfig, blocks: RequestBlocks, group: int) -> int:
+def hit_blocks(layout: Layout, blocks: RequestBlocks, group: int) -> int:
     """Whole blocks at the start of a request's table that its prefix hit brought."""
     if isinstance(layout.groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
         return 0
     return blocks.num_computed // layout.tokens_per_block(group)
 
 
-def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+def holding_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
     """Per group: bool [num_blocks], rows that hold something of what the requests stand in for.
 
     More than what decode reads where a window layer is allocated as full attention; never the
@@ -86,12 +87,12 @@ def holding_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
     return _rows_held(layout, batch, hits=True)
 
 
-def written_rows(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+def written_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
     """Per group: bool [num_blocks], rows that this batch's own fill writes: all of those but prefix hits."""
     return _rows_held(layout, batch, hits=False)
 
 
-def _rows_held(layout: KVCacheConfig, batch: Batch, hits: bool) -> list[np.ndarray]:
+def _rows_held(layout: Layout, batch: Batch, hits: bool) -> list[np.ndarray]:
     held = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     for blocks in batch.requests:
         for group, spec in enumerate(layout.groups):
@@ -104,7 +105,7 @@ def _rows_held(layout: KVCacheConfig, batch: Batch, hits: bool) -> list[np.ndarr
     return held
 
 
-def owners(layout: KVCacheConfig, batch: Batch) -> list[np.ndarray]:
+def owners(layout: Layout, batch: Batch) -> list[np.ndarray]:
     """Per pool: block id → the group that owns it in this batch, -1 where none does."""
     owner = [np.full(n, -1, dtype=np.int64) for n in layout.pool_num_blocks]
     for group, spec in enumerate(layout.groups):
@@ -132,7 +133,7 @@ class Steps:
     written: list[np.ndarray]
     left: list[np.ndarray]
 
-    def only_steps(self, layout: KVCacheConfig, rows: RequiredRows, now: RequestBlocks) -> np.ndarray:
+    def only_steps(self, layout: Layout, rows: RequiredRows, now: RequestBlocks) -> np.ndarray:
         """bool [rows]: rows in which everything was written by steps, and nothing by the fill."""
         before = self.before.get(now.request_id)
         spec = layout.groups[rows.group].kv_cache_spec
@@ -147,7 +148,7 @@ class Steps:
         return rows.positions * layout.tokens_per_block(rows.group) >= before.num_tokens - 1
 
 
-def steps_between(layout: KVCacheConfig, admitted: Batch | None, now: Batch) -> Steps:
+def steps_between(layout: Layout, admitted: Batch | None, now: Batch) -> Steps:
     """``admitted`` is the batch as it was filled; without it no step was run."""
     written = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     if admitted is None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decodebench.blocks import Batch
+from decodebench.cache.faults import FAULTS
 from decodebench.coverage.required import RequiredRows
-from decodebench.faults import FAULTS
-from decodebench.layout import KVCacheConfig
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import Batch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +41,7 @@ class Finding:
     state: str
     detail: str
 
-    def pages(self, layout: KVCacheConfig) -> int:
+    def pages(self, layout: Layout) -> int:
         """Rows of single layers."""
         return len(self.blocks) * (1 if self.layer else len(layout.groups[self.group].layer_names))
 
@@ -55,7 +55,7 @@ class Audit:
     rows by state, int64 [requests, layers in the layout's order, 4].
     """
 
-    layout: KVCacheConfig
+    layout: Layout
     source: str
     request_ids: tuple[str, ...]
     counts: np.ndarray
@@ -204,7 +204,7 @@ def _by_state(counts: np.ndarray) -> pd.DataFrame:
 class Tally:
     """Counts and findings of an audit under way."""
 
-    def __init__(self, layout: KVCacheConfig, batch: Batch, source: str) -> None:
+    def __init__(self, layout: Layout, batch: Batch, source: str) -> None:
         self.layout, self.batch, self.source = layout, batch, source
         self.counts = np.zeros((len(batch.requests), len(layout.layer_names), 4), dtype=np.int64)
         self.findings: list[Finding] = []

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from decodebench.specs import DecodebenchError
+from decodebench.errors import DecodebenchError
 
 #: no model has more: such a number is a typing error, and would take hours to plan
 MAX_LAYERS = 10_000

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from decodebench.models.options import OptionError
-from decodebench.specs import (
+from decodebench.models.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,

@@ -9,7 +9,7 @@ from functools import cached_property
 from decodebench.models.fields import ConfigError, Fields
 from decodebench.models.layers import AttentionLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.options import KV_CACHE_DTYPES, CacheOptions, OptionError
-from decodebench.specs import AttentionSpec, KVCacheSpec, cdiv
+from decodebench.models.specs import AttentionSpec, KVCacheSpec, cdiv
 
 #: tokens a block where neither the user nor the kernels ask for another number
 DEFAULT_BLOCK_SIZE = 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from decodebench.errors import DecodebenchError
 from decodebench.models.fields import MAX_LAYERS
-from decodebench.specs import DecodebenchError
 
 #: --kv-cache-dtype → dtype of the values (None: the model's own); packed formats hold no plain values
 KV_CACHE_DTYPES: dict[str, str | None] = {

@@ -8,7 +8,7 @@ from typing import ClassVar
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer, Resolved, split
 from decodebench.models.options import OptionError
-from decodebench.specs import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from decodebench.models.specs import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 #: bytes of one entry: 448 of nope in fp8, 128 of rope, 8 of scales; pages are whole 576-byte rows
 ENTRY_BYTES = 584

@@ -15,12 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
     DecodeBenchConnectorMetadata,
 )
 
-from decodebench.blocks import RequestBlocks
-from decodebench.fill import Constant
+from decodebench.cache.values import Constant
+from decodebench.layout.pool import RequestBlocks
 from decodebench.vllm.connector import rank
+from decodebench.vllm.launch import request_amx
 from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
 from decodebench.vllm.options import Options
-from decodebench.vllm.start import request_amx
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 
 

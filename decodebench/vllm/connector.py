@@ -16,11 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.parallel_state import get_world_group, model_parallel_is_initialized
 from vllm.logger import init_logger
 
-from decodebench.blocks import RequestBlocks
-from decodebench.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
+from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
+from decodebench.layout.pool import RequestBlocks
+from decodebench.vllm.launch import request_amx
 from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
 from decodebench.vllm.options import Options, check_version, parse
-from decodebench.vllm.start import request_amx
 from decodebench.vllm.stats import DecodeBenchStats
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from decodebench.blocks import NULL_BLOCK, Batch, Request, RequestBlocks
-from decodebench.cache import POISON, Cache, bind
-from decodebench.connector import startup_groups
-from decodebench.coverage import required_rows
-from decodebench.fill import FILLED, UNTOUCHED, ZEROED, Values, inspect_rows
-from decodebench.layout import KVCacheConfig
-from decodebench.specs import DecodebenchError
+from decodebench.cache.bind import bind
+from decodebench.cache.connector import startup_groups
+from decodebench.cache.readback import FILLED, UNTOUCHED, ZEROED, inspect_rows
+from decodebench.cache.tensors import POISON, Cache
+from decodebench.cache.values import Values
+from decodebench.coverage.required import required_rows
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK, Batch, Request, RequestBlocks
 from decodebench.vllm.options import Options
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class Required:
     hit: tuple[int, ...]
 
 
-def required_of(layout: KVCacheConfig, requests: Sequence[RequestBlocks]) -> dict[str, Required]:
+def required_of(layout: Layout, requests: Sequence[RequestBlocks]) -> dict[str, Required]:
     """What the first decode step of these requests reads, per layer."""
     fresh: dict[str, set[int]] = {name: set() for name in layout.layer_names}
     hit: dict[str, set[int]] = {name: set() for name in layout.layer_names}
@@ -108,7 +110,7 @@ class StepAuditor:
     """Audits the fills of one worker and writes them down; see the module's text."""
 
     def __init__(
-        self, layout: KVCacheConfig, values: Values, options: Options, path: Path, rank: int, connector: str
+        self, layout: Layout, values: Values, options: Options, path: Path, rank: int, connector: str
     ) -> None:
         self.layout, self.values, self.options, self.rank = layout, values, options, rank
         self.path, self.connector, self.step = path, connector, 0

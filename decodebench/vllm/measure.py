@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from decodebench.specs import DecodebenchError
-from decodebench.vllm.start import engine, prompts
+from decodebench.errors import DecodebenchError
+from decodebench.vllm.launch import engine, prompts
 
 if TYPE_CHECKING:
     import pandas

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from decodebench.fill import Constant, Normal, Values
-from decodebench.specs import DecodebenchError
+from decodebench.cache.values import Constant, Normal, Values
+from decodebench.errors import DecodebenchError
 
 #: vLLM releases whose engine ran this connector's tests
 TESTED = ("0.32.0",)

@@ -1,7 +1,7 @@
 """vLLM's description of its KV cache → ours.
 
-vLLM's connector gets a ``KVCacheConfig`` of vLLM's own classes. ``layout_of`` turns it into the
-``decodebench.layout.KVCacheConfig`` that the connector, the fill and the audit work with. A kind
+vLLM's connector gets a ``Layout`` of vLLM's own classes. ``layout_of`` turns it into the
+``decodebench.layout.layout.KVCacheConfig`` that the connector, the fill and the audit work with. A kind
 of layer that cannot be described exactly is refused by name: nothing is guessed from tensors.
 """
 
@@ -13,12 +13,14 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as v
 
-from decodebench import specs
-from decodebench.grouping import KVCacheGroupSpec
-from decodebench.layout import KVCacheConfig, KVCacheTensor
+from decodebench import errors
+from decodebench.layout.grouping import KVCacheGroupSpec
+from decodebench.layout.layout import Layout
+from decodebench.layout.placement import KVCacheTensor
+from decodebench.models import specs
 
 
-class UnknownToDecodebench(specs.DecodebenchError):
+class UnknownToDecodebench(errors.DecodebenchError):
     """Something in vLLM's KV cache that has no description here."""
 
 
@@ -31,17 +33,17 @@ def dtype_name(dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def layout_of(kv_cache_config: v.KVCacheConfig, vllm_config=None) -> KVCacheConfig:
+def layout_of(kv_cache_config: v.KVCacheConfig, vllm_config=None) -> Layout:
     """The layout of a running engine (or of one worker's share of it).
 
-    ``vllm_config`` supplies what vLLM's ``KVCacheConfig`` leaves out: the fp8 type behind uint8
+    ``vllm_config`` supplies what vLLM's ``Layout`` leaves out: the fp8 type behind uint8
     caches, the maximum length, tokens in flight, decode context parallelism and the order of
     memory. Without it lengths are 0 and fp8 means e4m3. Raises ``UnknownToDecodebench`` naming
     the layer for kinds that cannot be described.
     """
     cache_dtype = vllm_config.cache_config.cache_dtype if vllm_config else "auto"
     max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens if vllm_config else 0
-    return KVCacheConfig(
+    return Layout(
         groups=tuple(
             _group(number, group, cache_dtype, max_encoder_tokens)
             for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -177,7 +179,7 @@ def _attention_fields(spec: v.AttentionSpec, layer: str, cache_dtype: str) -> di
     }
 
 
-def owned_groups(layout: KVCacheConfig) -> tuple[KVCacheConfig, tuple[int, ...]]:
+def owned_groups(layout: Layout) -> tuple[Layout, tuple[int, ...]]:
     """The part of a layout that this worker holds layers of, and the numbers of those groups.
 
     A pipeline stage gets every group, without the layers of other stages; a group may be left empty.
@@ -186,7 +188,7 @@ def owned_groups(layout: KVCacheConfig) -> tuple[KVCacheConfig, tuple[int, ...]]
     return replace(layout, groups=tuple(layout.groups[number] for number in kept)), kept
 
 
-def without_shared_layers(layout: KVCacheConfig, kv_caches: dict) -> dict:
+def without_shared_layers(layout: Layout, kv_caches: dict) -> dict:
     """The registered tensors less those of layers that reuse another layer's cache.
 
     vLLM registers such a layer under its own name with the other's tensor; it owns no memory.
@@ -204,7 +206,7 @@ def _address(tensors) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in listed)
 
 
-def layout_of_engine(llm) -> KVCacheConfig:
+def layout_of_engine(llm) -> Layout:
     """The layout of an ``LLM`` whose engine runs in this process."""
     config = llm.llm_engine.vllm_config
     core = llm.llm_engine.engine_core.engine_core

@@ -1,1 +1,0 @@
-"""Benchmarks that the command line runs."""

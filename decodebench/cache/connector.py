@@ -1,0 +1,333 @@
+"""The grouped connector: stands in for a prefill, so that a benchmark starts at the first decode step.
+
+Two halves with the protocol of vLLM's connector API v1, without importing it. The *scheduler half*
+decides which rows (block ids per group) still need values; the *worker half* has ``fill`` write
+them. Both are built from the layout. Rows are manager blocks; nothing is guessed from a tensor,
+and nothing that cannot be placed is skipped: it is an error that names group, layer, id and limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from decodebench.cache.bind import bind
+from decodebench.cache.tensors import Cache
+from decodebench.cache.values import Constant, Values
+from decodebench.cache.write import FillReport, fill_rows, merge_rows
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK
+from decodebench.models.specs import AttentionSpec, CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
+
+
+class ConnectorError(DecodebenchError):
+    """A block table or layout that the connector will not guess about."""
+
+
+@dataclass(frozen=True)
+class RequestFill:
+    """The rows of one request that need values: block ids per group, null blocks left out."""
+
+    request_id: str
+    rows: tuple[tuple[int, ...], ...]
+    num_external_tokens: int
+
+
+@dataclass(frozen=True)
+class ConnectorMetadata:
+    """What the scheduler half hands to the worker half for one step."""
+
+    requests: tuple[RequestFill, ...] = ()
+
+
+def startup_groups(layout: Layout) -> frozenset[int]:
+    """Groups that one fill at startup covers for good.
+
+    Not circular buffers, which are zeroed per request; and not attention whose new blocks the
+    engine zeroes before use, which would wipe the fill.
+    """
+    return frozenset(
+        g
+        for g, group in enumerate(layout.groups)
+        if not isinstance(group.kv_cache_spec, CircularBufferSpec)
+        and not (layout.needs_kv_cache_zeroing and isinstance(group.kv_cache_spec, AttentionSpec))
+    )
+
+
+class ConnectorScheduler:
+    """Scheduler half: which rows of which request need values in this step.
+
+    ``request`` is anything with ``request_id`` and ``num_tokens`` (vLLM's own objects fit).
+    ``counters``: requests filled, refilled after a preemption, and external tokens stood in for.
+    """
+
+    def __init__(self, layout: Layout, startup_fill: bool = False) -> None:
+        self.layout = layout
+        self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
+        self.counters = {"requests_filled": 0, "requests_refilled": 0, "external_tokens": 0}
+        self._filled: dict[str, int] = {}  # request → tokens that its blocks hold
+        self._preempted: set[str] = set()
+        self._pending: dict[str, RequestFill] = {}
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+        """(tokens this connector stands in for, False: synchronously).
+
+        All uncomputed tokens but the last. 0 for a request that is filled already; one that
+        comes back with fewer computed tokens than it was filled with lost its blocks.
+        """
+        if self.is_filled(request, num_computed_tokens):
+            return 0, False
+        return max(0, request.num_tokens - num_computed_tokens - 1), False
+
+    def update_state_after_alloc(
+        self, request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Plan the rows of a request whose blocks were allocated: ``block_ids[g]`` is its table in group g.
+
+        Raises ``ConnectorError`` where a table is shorter than the plan, an id is out of range, or
+        the number of tables is not the number of groups.
+        """
+        if num_external_tokens == 0:
+            return
+        if num_external_tokens < 0:
+            raise ConnectorError(f"request {request.request_id!r}: {num_external_tokens} external tokens")
+        if len(block_ids) != len(self.layout.groups):
+            raise ConnectorError(
+                f"request {request.request_id!r}: {len(block_ids)} block tables "
+                f"for {len(self.layout.groups)} groups"
+            )
+        stop = request.num_tokens - 1
+        start = stop - num_external_tokens
+        if start < 0:
+            raise ConnectorError(
+                f"request {request.request_id!r}: {num_external_tokens} external tokens of "
+                f"{request.num_tokens}: the last token is computed, so at most all the others can be external"
+            )
+        rows = tuple(
+            (
+                ()
+                if group in self.startup_filled
+                else self.rows_of_group(request, group, block_ids[group], start, stop)
+            )
+            for group in range(len(self.layout.groups))
+        )
+        again = request.request_id in self._filled or request.request_id in self._preempted
+        self._preempted.discard(request.request_id)
+        self._filled[request.request_id] = stop
+        self._pending[request.request_id] = RequestFill(request.request_id, rows, num_external_tokens)
+        self.counters["requests_refilled" if again else "requests_filled"] += 1
+        self.counters["external_tokens"] += num_external_tokens
+
+    def build_connector_meta(self) -> ConnectorMetadata:
+        """Hand over what this step fills, and forget it."""
+        meta = ConnectorMetadata(tuple(self._pending.values()))
+        self._pending = {}
+        return meta
+
+    def request_finished(self, request_id: str) -> None:
+        self._filled.pop(request_id, None)
+        self._preempted.discard(request_id)
+        self._pending.pop(request_id, None)
+
+    request_finished_all_groups = request_finished
+
+    def request_preempted(self, request_id: str) -> None:
+        """The request lost its blocks; when it comes back it is filled again, and counted."""
+        if self._filled.pop(request_id, None) is not None:
+            self._preempted.add(request_id)
+        self._pending.pop(request_id, None)
+
+    # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
+
+    def groups_filled_at_startup(self) -> frozenset[int]:
+        return startup_groups(self.layout)
+
+    def is_filled(self, request, num_computed_tokens: int) -> bool:
+        return num_computed_tokens >= self._filled.get(request.request_id, request.num_tokens)
+
+    def tokens_per_block(self, group: int) -> int:
+        return self.layout.tokens_per_block(group)
+
+    def first_block(self, group: int, start: int) -> int:
+        """The block that a prefix hit of ``start`` tokens ends in is the request's own copy: it is filled."""
+        return start // self.tokens_per_block(group)
+
+    def positions(self, group: int, start: int, stop: int, table_length: int) -> range:
+        """Block-table positions that hold external tokens ``[start, stop)``."""
+        spec = self.layout.groups[group].kv_cache_spec
+        if isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
+            return range(table_length)
+        last = cdiv(stop, self.tokens_per_block(group))
+        if isinstance(spec, MambaSpec):
+            return range(last - 1, last)  # the state after token stop, which the step starts from
+        return range(self.first_block(group, start), last)
+
+    def keep(self, block_id: int) -> bool:
+        return block_id != NULL_BLOCK
+
+    def rows_of_group(
+        self, request, group: int, table: Sequence[int], start: int, stop: int
+    ) -> tuple[int, ...]:
+        positions = self.positions(group, start, stop, len(table))
+        self.check_table(request, group, table, positions, stop)
+        rows = tuple(table[p] for p in positions if self.keep(table[p]))
+        self.check_ids(request, group, rows)
+        return rows
+
+    def check_table(self, request, group: int, table: Sequence[int], positions: range, stop: int) -> None:
+        """The table reaches as far as the plan, and holds blocks wherever decode will read."""
+        where, per_block = (
+            f"request {request.request_id!r}, {describe(self.layout, group)}",
+            self.tokens_per_block(group),
+        )
+        if len(positions) and positions[-1] >= len(table):
+            raise ConnectorError(
+                f"{where}: tokens up to {stop} reach block {positions[-1]} of its table (at {per_block} "
+                f"tokens a block), but the table has {len(table)} entries"
+            )
+        read = self.layout.groups[group].kv_cache_spec.required_blocks(stop + 1, per_block, len(table))
+        for p in range(max(read.start, positions.start), min(read.stop, positions.stop)):
+            if table[p] == NULL_BLOCK:
+                raise ConnectorError(
+                    f"{where}: position {p} of its table is the null block, but decode reads positions "
+                    f"{read.start} to {read.stop - 1} there"
+                )
+
+    def check_ids(self, request, group: int, rows: Sequence[int]) -> None:
+        limit = self.layout.num_blocks_of(group)
+        for block_id in rows:
+            if not 0 <= block_id < limit:
+                raise ConnectorError(
+                    f"request {request.request_id!r}, {describe(self.layout, group)}: block id {block_id} "
+                    f"is out of range, the pool's ids are 1 to {limit - 1}"
+                )
+
+
+class ConnectorWorker:
+    """Worker half: has ``fill`` write the rows it is handed, each once a step.
+
+    ``counters``: steps with a fill; rows asked for (requests that share a row ask for it each) and
+    rows written; bytes needed (each row's once) and bytes written; seconds spent filling, and the
+    part of them spent after the step had begun, which must stay 0.
+    """
+
+    def __init__(self, layout: Layout, values: Values | None = None, startup_fill: bool = False) -> None:
+        for group, spec in enumerate(layout.groups):
+            if not spec.layer_names:
+                raise ConnectorError(
+                    f"group {group} ({spec.kind}) has no layer: its blocks could not be filled"
+                )
+        self.layout = layout
+        self.values = Constant() if values is None else values
+        self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
+        self.cache: Cache | None = None
+        self.counters = {
+            "fills": 0,
+            "rows_asked": 0,
+            "rows_written": 0,
+            "bytes_needed": 0,
+            "bytes_written": 0,
+            "seconds": 0.0,
+            "seconds_in_step": 0.0,
+        }
+
+    def register_kv_caches(self, kv_caches: Cache | Mapping) -> None:
+        """Take a cache of ours, or an engine's tensors per layer (checked: ``CacheMismatch``)."""
+        cache = kv_caches if isinstance(kv_caches, Cache) else self.bind(kv_caches)
+        ours = self.layout
+        if cache.layout.groups != ours.groups or cache.layout.pool_num_blocks != ours.pool_num_blocks:
+            raise ConnectorError(
+                f"this cache has {len(cache.layout.groups)} groups and {cache.layout.pool_num_blocks} "
+                f"blocks, the connector's layout {len(ours.groups)} and {ours.pool_num_blocks}, or other "
+                "layers: make both from one layout"
+            )
+        self.cache = cache
+        if self.startup_filled:
+            rows = [
+                tuple(range(1, ours.num_blocks_of(group))) if group in self.startup_filled else ()
+                for group in range(len(ours.groups))
+            ]
+            self._count(rows, self.write(rows), asked=sum(map(len, rows)))
+
+    def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
+        """Fill a step's rows; they are written when this returns.
+
+        Raises ``ConnectorError`` before ``register_kv_caches``, ``FillRefused`` for rows that do
+        not exist, before the first byte is written.
+        """
+        if self.cache is None:
+            raise ConnectorError("no KV caches are registered: call register_kv_caches first")
+        needed = self.union(meta)
+        report = together(self.fill_step(meta, needed), len(self.layout.groups))
+        self._count(needed, report, asked=sum(len(rows) for fill in meta.requests for rows in fill.rows))
+        return report
+
+    def wait_for_layer_load(self, layer: str) -> None:
+        """Called by the running step before a layer; nothing is left to wait for."""
+
+    # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
+
+    def groups_filled_at_startup(self) -> frozenset[int]:
+        return startup_groups(self.layout)
+
+    def bind(self, kv_caches: Mapping) -> Cache:
+        return bind(self.layout, kv_caches)
+
+    def union(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
+        """The rows of all requests of the step, per group, each once."""
+        for fill in meta.requests:
+            if len(fill.rows) != len(self.layout.groups):
+                raise ConnectorError(
+                    f"request {fill.request_id!r}: rows for {len(fill.rows)} groups, the layout has "
+                    f"{len(self.layout.groups)}: build both halves from one layout"
+                )
+        return [
+            merge_rows(fill.rows[group] for fill in meta.requests) for group in range(len(self.layout.groups))
+        ]
+
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Each group's layers are filled at the group's own rows."""
+        return rows
+
+    def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
+        """What a step's metadata makes this worker write: block ids per group."""
+        return self.rows_to_write(self.union(meta))
+
+    def fill_step(self, meta: ConnectorMetadata, needed: list[tuple[int, ...]]) -> list[FillReport]:
+        """One write for all requests of the step."""
+        return [self.write(self.rows_to_write(needed))]
+
+    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
+        return fill_rows(self.cache, rows, self.values)
+
+    def _count(self, needed: Sequence[Sequence[int]], report: FillReport, asked: int) -> None:
+        self.counters["fills"] += bool(asked)
+        self.counters["rows_asked"] += asked
+        self.counters["bytes_needed"] += sum(
+            len(rows) * sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
+            for rows, group in zip(needed, self.layout.groups)
+        )
+        self.counters["rows_written"] += sum(report.rows)
+        self.counters["bytes_written"] += report.bytes_written
+        self.counters["seconds"] += report.seconds
+
+
+def together(reports: Sequence[FillReport], groups: int) -> FillReport:
+    """The reports of several fills as one: rows written twice count twice, ``block_ids`` name each once."""
+    if len(reports) == 1:
+        return reports[0]
+    total = FillReport(rows=[0] * groups, block_ids=[()] * groups)
+    for report in reports:
+        total.rows = [a + b for a, b in zip(total.rows, report.rows)]
+        for name in ("bytes_needed", "bytes_written", "bytes_zeroed", "writes", "seconds", "prepare_seconds"):
+            setattr(total, name, getattr(total, name) + getattr(report, name))
+    total.block_ids = [merge_rows(report.block_ids[g] for report in reports) for g in range(groups)]
+    return total
+
+
+def describe(layout: Layout, group: int) -> str:
+    """A group in words, for messages."""
+    spec = layout.groups[group]
+    first = f"first layer {spec.layer_names[0]!r}" if spec.layer_names else "no layer"
+    return f"group {group} ({spec.kind}, {first})"

@@ -1,0 +1,369 @@
+"""The connector's historic defects as switches, to prove that the audit sees them.
+
+Each fault overrides one or two of the small steps of ``connector``'s halves and leaves the rest
+as it is. Ids and cases are those of the field reports that the connector grew up with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
+from decodebench.cache.tensors import Cache
+from decodebench.cache.values import Constant, Values, Zeros
+from decodebench.cache.write import FillReport, fill_rows
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK
+from decodebench.models.specs import AttentionSpec, CircularBufferSpec, MambaSpec, cdiv
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One defect. ``leaves`` says what gives it away: wrong bytes, or right bytes at a wrong cost."""
+
+    id: str
+    name: str
+    what: str
+    scheduler: type[ConnectorScheduler] = ConnectorScheduler
+    worker: type[ConnectorWorker] = ConnectorWorker
+    leaves: str = "wrong bytes"
+    startup_fill: bool = False
+
+    @property
+    def half(self) -> str:
+        return (
+            "scheduler"
+            if self.worker is ConnectorWorker
+            else "worker"
+            if (self.scheduler is ConnectorScheduler)
+            else "both"
+        )
+
+
+# -- scheduler half -----------------------------------------------------------------------------
+
+
+class _Slicing(ConnectorScheduler):
+    """Takes a slice of the table without asking how long it is, or what it holds."""
+
+    def positions(self, group, start, stop, table_length):
+        wanted = super().positions(group, start, stop, table_length)
+        return range(min(wanted.start, table_length), min(wanted.stop, table_length))
+
+    def check_table(self, request, group, table, positions, stop) -> None:
+        """Not looked at."""
+
+
+class OneBlockSize(_Slicing):
+    def tokens_per_block(self, group: int) -> int:
+        return super().tokens_per_block(0)
+
+
+class PrefixIgnored(_Slicing):
+    def positions(self, group, start, stop, table_length):
+        return super().positions(group, 0, stop - start, table_length)
+
+
+class PrefixEndRoundedUp(_Slicing):
+    def first_block(self, group: int, start: int) -> int:
+        return cdiv(start, self.tokens_per_block(group))
+
+
+class NullBlocksFilled(_Slicing):
+    def keep(self, block_id: int) -> bool:
+        return True
+
+
+class ContextParallelIgnored(_Slicing):
+    def tokens_per_block(self, group: int) -> int:
+        return self.layout.groups[group].block_size
+
+
+class PreemptedCountsAsFilled(ConnectorScheduler):
+    def is_filled(self, request, num_computed_tokens: int) -> bool:
+        return request.request_id in self._filled
+
+    def request_preempted(self, request_id: str) -> None:
+        """Nobody told the connector."""
+
+
+class IdsUnchecked(_Slicing):
+    def check_ids(self, request, group: int, rows: Sequence[int]) -> None:
+        """Out of range or not, the worker will see."""
+
+
+class EverythingAtStartup(ConnectorScheduler):
+    def groups_filled_at_startup(self) -> frozenset[int]:
+        return _all_but_rings(self.layout)
+
+
+# -- worker half --------------------------------------------------------------------------------
+
+
+class Group0Map(ConnectorWorker):
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        limits = [self.layout.num_blocks_of(group) for group in range(len(rows))]
+        return [tuple(row for row in rows[0] if row < limit) for limit in limits]
+
+
+class NullBlockAllowed(ConnectorWorker):
+    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
+        return fill_rows(self.cache, rows, self.values, allow_null_block=True)
+
+
+class StatesFilledWhole(NullBlockAllowed):
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [
+            tuple(range(self.layout.num_blocks_of(group)))
+            if ids and isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec)
+            else ids
+            for group, ids in enumerate(rows)
+        ]
+
+
+class _OtherValues(ConnectorWorker):
+    """Right rows, wrong bytes in the groups that ``concerns`` names."""
+
+    def concerns(self, group: int) -> bool:
+        raise NotImplementedError
+
+    def write_wrongly(self, group: int, rows: Sequence[int]) -> None:
+        only = [rows if g == group else () for g in range(len(self.layout.groups))]
+        fill_rows(self.cache, only, Zeros())
+
+    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
+        report = super().write(rows)
+        for group, group_rows in enumerate(rows):
+            if group_rows and self.concerns(group):
+                self.write_wrongly(group, group_rows)
+        return report
+
+    def overwrite_pages(self, group: int, rows: Sequence[int]) -> None:
+        """Floats where no floats belong."""
+        number = torch.tensor([self.values.mean if isinstance(self.values, Constant) else 0.015])
+        for layer in self.layout.groups[group].layer_names:
+            content = self.cache.flat(layer, 0)
+            content[list(rows)] = number.view(torch.uint8).repeat(cdiv(content.shape[1], 4))[
+                : content.shape[1]
+            ]
+
+
+class StatesAsRawBytes(_OtherValues):
+    def concerns(self, group: int) -> bool:
+        return isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec)
+
+
+class RingsFilled(_OtherValues):
+    write_wrongly = _OtherValues.overwrite_pages
+
+    def concerns(self, group: int) -> bool:
+        return isinstance(self.layout.groups[group].kv_cache_spec, CircularBufferSpec)
+
+
+class Fp8CastToInteger(_OtherValues):
+    def concerns(self, group: int) -> bool:
+        return any(
+            getattr(s, "dtype", "").startswith("float8") for s in self.layout.groups[group].layer_specs
+        )
+
+
+class PackedFilled(_OtherValues):
+    write_wrongly = _OtherValues.overwrite_pages
+
+    def concerns(self, group: int) -> bool:
+        return any(getattr(s, "packed", None) for s in self.layout.groups[group].layer_specs)
+
+
+class KernelBlocksMistaken(ConnectorWorker):
+    """Takes manager ids for rows of a view whose blocks are ``kernel_blocks`` times smaller."""
+
+    kernel_blocks = 4
+
+    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
+        attention = [isinstance(group.kv_cache_spec, AttentionSpec) for group in self.layout.groups]
+        report = super().write([() if a else r for a, r in zip(attention, rows)])
+        for group, group_rows in enumerate(rows):
+            if not attention[group]:
+                continue
+            report.rows[group], report.block_ids[group] = len(group_rows), tuple(group_rows)  # so it believes
+            for layer in self.layout.groups[group].layer_names:
+                flat = self.cache.flat(layer, 0)
+                if flat.shape[1] % self.kernel_blocks:
+                    continue
+                part, index = self.cache.parts(layer)[0], self.layout.layer_index[layer]
+                small = flat.unflatten(1, (self.kernel_blocks, -1))
+                for row in group_rows:
+                    content = self.values.expected(part, index, row, device=flat.device)
+                    small[row // self.kernel_blocks, row % self.kernel_blocks] = content[: small.shape[2]]
+                    report.bytes_written += small.shape[2] * small.itemsize
+        return report
+
+
+class SilentSkips(ConnectorWorker):
+    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [
+            tuple(row for row in ids if NULL_BLOCK < row < self.layout.num_blocks_of(group))
+            for group, ids in enumerate(rows)
+        ]
+
+    def bind(self, kv_caches: Mapping) -> Cache:
+        """A layer without a cache is written to memory that nobody reads."""
+        nowhere = {
+            name: torch.empty((self.layout.num_blocks_of(g), spec.page_size_bytes), dtype=torch.uint8)
+            for g, group in enumerate(self.layout.groups)
+            for name, spec in zip(group.layer_names, group.layer_specs)
+            if name not in kv_caches
+        }
+        return super().bind({**nowhere, **kv_caches})
+
+
+class FilledPerRequest(ConnectorWorker):
+    def fill_step(self, meta: ConnectorMetadata, needed: list[tuple[int, ...]]) -> list[FillReport]:
+        return [self.write(self.merge(ConnectorMetadata((fill,)))) for fill in meta.requests]
+
+
+class WorkerEverythingAtStartup(ConnectorWorker):
+    def groups_filled_at_startup(self) -> frozenset[int]:
+        return _all_but_rings(self.layout)
+
+
+class FillInsideStep(ConnectorWorker):
+    """Returns at once and fills when the step asks for its first layer."""
+
+    late: ConnectorMetadata = ConnectorMetadata()
+
+    def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
+        groups = len(self.layout.groups)
+        self.late, self.report = meta, FillReport(rows=[0] * groups, block_ids=[()] * groups)
+        return self.report
+
+    def wait_for_layer_load(self, layer: str) -> None:
+        meta, self.late = self.late, ConnectorMetadata()
+        if meta.requests:
+            vars(self.report).update(vars(super().start_load_kv(meta)))
+            self.counters["seconds_in_step"] += self.report.seconds
+
+
+def _all_but_rings(layout: Layout) -> frozenset[int]:
+    rings = (isinstance(group.kv_cache_spec, CircularBufferSpec) for group in layout.groups)
+    return frozenset(g for g, ring in enumerate(rings) if not ring)
+
+
+# -- the switches -------------------------------------------------------------------------------
+
+COST = "right bytes at a wrong cost"
+
+FAULTS: dict[str, Fault] = {
+    fault.id: fault
+    for fault in (
+        Fault("A1", "group-0 map", "every layer is filled at group 0's block ids", worker=Group0Map),
+        Fault(
+            "A2",
+            "one global block size",
+            "rows of every group counted with group 0's block size",
+            OneBlockSize,
+        ),
+        Fault(
+            "A3", "prefix ignored", "the fill starts at block 0 and overwrites shared blocks", PrefixIgnored
+        ),
+        Fault(
+            "A4",
+            "unaligned prefix end",
+            "the block that a prefix hit ends in is left out",
+            PrefixEndRoundedUp,
+        ),
+        Fault(
+            "A5",
+            "null padding filled",
+            "the null block is taken for data",
+            NullBlocksFilled,
+            NullBlockAllowed,
+        ),
+        Fault(
+            "A6",
+            "context parallelism ignored",
+            "a block is thought to cover one rank's tokens",
+            ContextParallelIgnored,
+        ),
+        Fault(
+            "A7",
+            "state filled whole",
+            "every row of a state cache is written, other requests' too",
+            worker=StatesFilledWhole,
+        ),
+        Fault(
+            "A8",
+            "state as raw bytes",
+            "states arrive as bytes and are filled with zeros",
+            worker=StatesAsRawBytes,
+        ),
+        Fault(
+            "A9", "circular buffer filled", "packed integers are overwritten by floats", worker=RingsFilled
+        ),
+        Fault("A10", "fp8 cast to uint8", "0.015 becomes the byte 0", worker=Fp8CastToInteger),
+        Fault(
+            "A11", "packed format filled", "scales and packed values get arbitrary bytes", worker=PackedFilled
+        ),
+        Fault(
+            "A12",
+            "kernel blocks",
+            "block ids are used as rows of a view with smaller blocks",
+            worker=KernelBlocksMistaken,
+        ),
+        Fault(
+            "A13",
+            "preemption forgotten",
+            "a resumed request counts as filled and is prefilled for real",
+            PreemptedCountsAsFilled,
+            leaves=COST,
+        ),
+        Fault(
+            "A14",
+            "silent skips",
+            "block ids out of range and layers without a cache are dropped",
+            IdsUnchecked,
+            SilentSkips,
+        ),
+        Fault(
+            "A15",
+            "repeated fills",
+            "each request of a step fills what others filled",
+            worker=FilledPerRequest,
+            leaves=COST,
+        ),
+        Fault(
+            "A16",
+            "startup fill wiped",
+            "the engine zeroes new blocks after a fill at startup",
+            EverythingAtStartup,
+            WorkerEverythingAtStartup,
+            startup_fill=True,
+        ),
+        Fault(
+            "A17",
+            "fill inside the measurement",
+            "the fill runs within the first decode step",
+            worker=FillInsideStep,
+            leaves=COST,
+        ),
+    )
+}
+
+
+def faulty_halves(
+    layout: Layout, fault: str, values: Values | None = None
+) -> tuple[ConnectorScheduler, ConnectorWorker]:
+    """Both halves of the connector with one defect switched on, by id (``A1`` …) or name."""
+    by_name = {f.name: f for f in FAULTS.values()}
+    found = FAULTS.get(fault) or by_name.get(fault)
+    if found is None:
+        known = ", ".join(f"{f.id} ({f.name})" for f in FAULTS.values())
+        raise DecodebenchError(f"unknown fault {fault!r}: known are {known}")
+    return (
+        found.scheduler(layout, startup_fill=found.startup_fill),
+        found.worker(layout, values, startup_fill=found.startup_fill),
+    )

@@ -1,0 +1,72 @@
+"""The connector's two halves, or those of a historic fault, run over a cache as in an engine's first step."""
+
+from __future__ import annotations
+
+from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
+from decodebench.cache.faults import faulty_halves
+from decodebench.cache.tensors import Cache
+from decodebench.cache.values import Constant, Normal, Values, Zeros
+from decodebench.cache.write import FillReport, fill_rows, merge_rows
+from decodebench.layout.pool import Batch, zeroed_on_allocation
+
+
+def zero_new_blocks(cache: Cache, batch: Batch) -> None:
+    """What the engine does before a step where its layout asks for it: zero the blocks it handed out.
+
+    Attention's only (as ``KVCacheManager.take_zeroed`` lists); blocks of a prefix hit are not new.
+    """
+    layout, new = cache.layout, [()] * len(cache.layout.groups)
+    for g in range(len(layout.groups)):
+        if zeroed_on_allocation(layout, g):
+            per_block = layout.tokens_per_block(g)
+            tables = [blocks.block_ids[g][blocks.num_computed // per_block :] for blocks in batch.requests]
+            new[g] = merge_rows(filter(None, table) for table in tables)
+    if any(new):
+        fill_rows(cache, new, Zeros())
+
+
+def schedule(scheduler: ConnectorScheduler, batch: Batch) -> ConnectorMetadata:
+    """The rows that need values: a batch through the scheduler half, as an engine's first step would."""
+    for blocks in batch.requests:
+        external, _ = scheduler.get_num_new_matched_tokens(blocks, blocks.num_computed)
+        scheduler.update_state_after_alloc(blocks, blocks.block_ids, external)
+    return scheduler.build_connector_meta()
+
+
+def run_connector(scheduler: ConnectorScheduler, worker: ConnectorWorker, batch: Batch) -> FillReport:
+    """Admit a batch through both halves, as an engine's first step would."""
+    return worker.start_load_kv(schedule(scheduler, batch))
+
+
+def fill_cache(
+    cache: Cache,
+    batch: Batch,
+    values: Values | None = None,
+    fault: str | None = None,
+    startup_fill: bool = False,
+) -> FillReport:
+    """Fill everything that the batch's next decode step reads, each group at its own blocks.
+
+    ``values``: ``Normal()`` by default, whose content tells every layer and block apart, so that
+    ``audit`` can say where a stray byte came from. ``fault`` switches one of the connector's
+    historic defects on (``decodebench.FAULTS``). ``startup_fill``: everything is written before the
+    first request comes, then the engine zeroes new blocks where it does; groups lie over each
+    other, so only a constant (the default then) is found again in all of them. The report is the
+    step's; what a startup fill wrote is not in it.
+
+    Raises ``DecodebenchError`` subclasses that name group, layer and block before the first byte
+    is written.
+    """
+    if fault is None:
+        values = (Constant() if startup_fill else Normal()) if values is None else values
+        scheduler = ConnectorScheduler(cache.layout, startup_fill)
+        worker = ConnectorWorker(cache.layout, values, startup_fill)
+    else:
+        scheduler, worker = faulty_halves(cache.layout, fault, Normal() if values is None else values)
+    worker.register_kv_caches(cache)
+    if worker.startup_filled:
+        zero_new_blocks(cache, batch)
+    report = run_connector(scheduler, worker, batch)
+    for layer in cache.layout.layer_names:  # the step begins, and waits for each layer's load
+        worker.wait_for_layer_load(layer)
+    return report

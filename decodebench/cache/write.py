@@ -1,0 +1,187 @@
+"""How rows are written: runs of block ids, all layers of a group through one strided view, each byte once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache as memoize
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from decodebench.cache.tensors import Cache, Span
+from decodebench.cache.values import ZEROS, Constant, FillRefused, Normal, Values, put, value_dtypes
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+
+
+class FillFailed(DecodebenchError):
+    """A fill that broke on its way; ``report`` says what was written until then."""
+
+    def __init__(self, message: str, report: FillReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+@dataclass
+class FillReport:
+    """What a fill wrote.
+
+    ``rows[g]``: rows written in group g (one row = one block of all the group's layers);
+    ``block_ids[g]``: which.
+    ``bytes_needed``: bytes of the parts of all rows asked for, each once; ``bytes_zeroed`` of them
+    hold no plain numbers and were zeroed. ``seconds`` includes waiting for the device,
+    ``prepare_seconds`` is checking and drawing the noise bank (once per ``Values``).
+    """
+
+    rows: list[int] = field(default_factory=list)
+    block_ids: list[tuple[int, ...]] = field(default_factory=list, repr=False)
+    bytes_needed: int = 0
+    bytes_written: int = 0
+    bytes_zeroed: int = 0
+    writes: int = 0
+    seconds: float = 0.0
+    prepare_seconds: float = 0.0
+
+    def count(self, nbytes: int, zeroed: bool) -> None:
+        """One write of so many bytes."""
+        self.writes += 1
+        self.bytes_written += nbytes
+        self.bytes_zeroed += nbytes if zeroed else 0
+
+
+def merge_rows(tables: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The block ids of many requests as sorted unique rows.
+
+    Equal tables are looked at once: requests that share their rows cost a hash each.
+    """
+    merged: set[int] = set()
+    for table in {tuple(table) for table in tables}:
+        merged.update(table)
+    return tuple(sorted(merged))
+
+
+def runs(rows: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Sorted unique rows as (start, count, step): equally spaced rows are written at once."""
+    found, i = [], 0
+    while i < len(rows):
+        step = rows[i + 1] - rows[i] if i + 1 < len(rows) else 1
+        j = i + 1
+        while j < len(rows) and rows[j] - rows[j - 1] == step:
+            j += 1
+        found.append((rows[i], j - i, step))
+        i = j
+    return found
+
+
+def check_rows(
+    layout: Layout, rows_by_group: Sequence[Sequence[int]], allow_null_block: bool = False
+) -> None:
+    """Refuse rows that do not exist, are the null block, repeat, or are out of order."""
+    if len(rows_by_group) != len(layout.groups):
+        raise FillRefused(f"rows for {len(rows_by_group)} groups, but the layout has {len(layout.groups)}")
+    for group, rows in enumerate(rows_by_group):
+        limit = layout.num_blocks_of(group)
+        spec = layout.groups[group]
+        name = f"group {group} ({spec.kind}, first layer {spec.layer_names[0]!r})"
+        previous = -1
+        for row in rows:
+            if not 0 <= row < limit:
+                raise FillRefused(f"{name}: block id {row} is out of range, valid ids are 1 to {limit - 1}")
+            if row <= previous:
+                raise FillRefused(
+                    f"{name}: block id {row} after {previous}: rows must be sorted and unique (merge_rows)"
+                )
+            previous = row
+        if len(rows) and rows[0] == 0 and not allow_null_block:
+            raise FillRefused(
+                f"{name}: block id 0 is the null block, a placeholder that holds no data: leave it out"
+            )
+
+
+def fill_rows(
+    cache: Cache,
+    rows_by_group: Sequence[Sequence[int]],
+    values: Values | None = None,
+    *,
+    allow_null_block: bool = False,
+) -> FillReport:
+    """Write the rows of a step: ``rows_by_group[g]`` are sorted unique block ids of group g.
+
+    All layers of a group are written. Parts that hold no plain numbers (packed formats, circular
+    buffers) are zeroed. Raises ``FillRefused`` before anything is written, ``FillFailed`` (with
+    the report so far) if a write breaks.
+    """
+    values = Constant() if values is None else values
+    began = time.perf_counter()
+    rows_by_group = [list(rows) for rows in rows_by_group]
+    check_rows(cache.layout, rows_by_group, allow_null_block)
+    spans = [cache.spans(group) if rows else [] for group, rows in enumerate(rows_by_group)]
+    values.prepare(value_dtypes(spans, values), cache.device)
+    report = FillReport(rows=[0] * len(rows_by_group), block_ids=[()] * len(rows_by_group))
+    for group_spans, rows in zip(spans, rows_by_group):
+        report.bytes_needed += len(rows) * sum(s.view.shape[0] * s.part.nbytes for s in group_spans)
+    started = time.perf_counter()
+    report.prepare_seconds = started - began
+    try:
+        for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
+            group_runs = runs(rows)
+            for span in group_spans:
+                _fill_span(span, group_runs, values, report)
+            report.rows[group], report.block_ids[group] = len(rows), tuple(rows)
+    except RuntimeError as error:
+        raise FillFailed(f"the fill broke after {report.bytes_written} bytes: {error}", report) from error
+    finally:
+        if cache.device.type == "cuda":
+            torch.cuda.synchronize(cache.device)
+        report.seconds = time.perf_counter() - started
+    return report
+
+
+def _fill_span(
+    span: Span, group_runs: list[tuple[int, int, int]], values: Values, report: FillReport
+) -> None:
+    """Write one part of some layers of a group, run after run."""
+    source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
+    number = source.number(span.part.dtype)
+    zeroed = span.part.zeros_only and number == 0
+    rows = sum(count for _, count, _ in group_runs)
+    ids = [start + i * step for start, count, step in group_runs for i in range(count)]
+    kernel = _kernel(span.bits.device)
+    if kernel is not None and (number is not None or isinstance(source, Normal)):
+        noise = source.window(span) if number is None else {}
+        kernel.write(span.bits, ids, number, **noise)
+        report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
+        return
+    if number is not None and _indexed_is_faster(span, rows, len(group_runs)):
+        span.bits.index_fill_(1, torch.tensor(ids, device=span.bits.device), number)
+        report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
+        return
+    for start, count, step in group_runs:
+        target = span.bits[:, start : start + (count - 1) * step + 1 : step]
+        for _, piece, content in source.sources(
+            target, span.part.dtype, span.first_layer, start, step, span.part_index
+        ):
+            put(piece, content)
+            report.count(piece.numel() * piece.itemsize, zeroed)
+
+
+@memoize
+def _kernel(device: torch.device) -> ModuleType | None:
+    """The Triton kernel's module where it can be used: one launch a view, whatever the rows."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    return import_module("decodebench.cache.triton_rows")
+
+
+def _indexed_is_faster(span: Span, rows: int, num_runs: int) -> bool:
+    """Whether one indexed write beats many small ones.
+
+    An indexed write reaches about 0.6 of what a strided one does on a CPU, but costs one call; a
+    call costs a few microseconds, in which a CPU writes some 100 KiB and a GPU some 10 MiB.
+    """
+    small = (96 << 10) if span.bits.device.type == "cpu" else (8 << 20)
+    return num_runs > 1 and rows * span.bits.shape[0] * span.part.nbytes < num_runs * small

@@ -1,0 +1,165 @@
+"""Coverage from block ids alone: the rows a fill says it wrote, and which historic fault would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker, startup_groups
+from decodebench.cache.faults import FAULTS
+from decodebench.cache.run import schedule
+from decodebench.cache.write import FillReport, merge_rows
+from decodebench.coverage.required import (
+    existing,
+    hit_blocks,
+    holding_rows,
+    owners,
+    required_rows,
+    steps_between,
+    written_rows,
+)
+from decodebench.coverage.result import (
+    FILLED_ROW,
+    NOTHING_TO_HOLD,
+    SHARED,
+    UNCOVERED_ROW,
+    Audit,
+    Tally,
+    place_of,
+)
+from decodebench.errors import DecodebenchError
+from decodebench.layout.layout import Layout
+from decodebench.layout.pool import NULL_BLOCK, Batch
+
+
+def plan_audit(
+    layout: Layout,
+    batch: Batch,
+    written: FillReport | ConnectorMetadata | Sequence[Sequence[int]],
+    admitted: Batch | None = None,
+    startup_fill: bool = False,
+) -> Audit:
+    """Coverage from block ids alone.
+
+    ``written``: what a fill reported, the scheduler half's metadata (which also tells who asked
+    for a shared row), or rows per group. ``admitted``: the batch as it was filled, where
+    ``batch`` is a later state of it: what the steps in between wrote counts as written.
+    ``startup_fill``: everything was written once before; only what is required is judged.
+    """
+    tally, groups = Tally(layout, batch, "plan"), range(len(layout.groups))
+    by_request = (
+        {f.request_id: f.rows for f in written.requests} if isinstance(written, ConnectorMetadata) else {}
+    )
+    ids = rows_of(layout, written)
+    table = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in groups]
+    for group in groups:
+        table[group][existing(ids[group], len(table[group]))] = True
+    at_startup = startup_groups(layout) if startup_fill else frozenset()
+    required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
+    own = written_rows(layout, batch)
+    for rows in required:
+        exists = (rows.block_ids > NULL_BLOCK) & (rows.block_ids < len(table[rows.group]))
+        block_ids = np.where(exists, rows.block_ids, NULL_BLOCK)
+        covered = exists & (table[rows.group][block_ids] | rows.shared | (rows.group in at_startup))
+        covered |= exists & steps.only_steps(layout, rows, batch.requests[rows.request])
+        foreign = rows.shared & ~own[rows.group][block_ids] & table[rows.group][block_ids]
+        for layer in rows.layers:
+            tally.count(rows, layer, np.where(covered, FILLED_ROW, UNCOVERED_ROW))
+            tally.find(
+                rows.group,
+                layer,
+                rows.block_ids[~covered & exists],
+                "uncovered",
+                "not in the plan",
+                rows.request,
+            )
+            tally.find(
+                rows.group,
+                layer,
+                rows.block_ids[~exists],
+                "uncovered",
+                missing(layout, rows.group),
+                rows.request,
+            )
+            tally.find(rows.group, layer, block_ids[foreign], "clobbered", SHARED, rows.request)
+    if not startup_fill:
+        _find_touched(tally, ids, steps)
+    for request, blocks in enumerate(batch.requests):
+        for group, mine in enumerate(by_request.get(blocks.request_id, ())):
+            hit = set(blocks.block_ids[group][: hit_blocks(layout, blocks, group)]) - {NULL_BLOCK}
+            both = sorted(b for b in hit.intersection(mine) if own[group][b])
+            tally.find(group, None, both, "clobbered", SHARED, request)
+    suspects = plan_suspects(layout, batch, ids) if tally.findings else ()
+    return tally.result(suspects)
+
+
+def rows_of(
+    layout: Layout, written: FillReport | ConnectorMetadata | Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """Sorted unique rows per group, int64, from whatever tells them."""
+    if isinstance(written, ConnectorMetadata):
+        written = [merge_rows(fill.rows[g] for fill in written.requests) for g in range(len(layout.groups))]
+    elif isinstance(written, FillReport):
+        written = written.block_ids or [()] * len(layout.groups)
+    return [np.unique(np.asarray(list(rows), dtype=np.int64)) for rows in written]
+
+
+def missing(layout: Layout, group: int) -> str:
+    return f"no such block: the pool's ids are 1 to {layout.num_blocks_of(group) - 1}"
+
+
+def _find_touched(tally: Tally, ids: Sequence[np.ndarray], steps) -> None:
+    """Rows that were written and that their group does not own, or in which nothing is stood in for."""
+    layout = tally.layout
+    owner, holding = owners(layout, tally.batch), holding_rows(layout, tally.batch)
+    for group, written in enumerate(ids):
+        pool, limit = layout.groups[group].pool, layout.num_blocks_of(group)
+        exists = (written >= 0) & (written < limit)
+        tally.find(group, None, written[~exists], "stray", missing(layout, group))
+        written = written[exists]
+        holder = owner[pool][written]
+        outside = (holder != group) & ~steps.left[pool][written]
+        for held_by in np.unique(holder[outside]).tolist():
+            blocks, state = written[outside & (holder == held_by)], "clobbered" if held_by >= 0 else "stray"
+            for null in (True, False):
+                some = blocks[(blocks == NULL_BLOCK) == null]
+                tally.find(group, None, some, state, place_of(NULL_BLOCK if null else -1, held_by))
+        idle = (holder == group) & ~holding[group][written] & ~steps.written[group][written]
+        tally.find(group, None, written[idle], "stray", NOTHING_TO_HOLD)
+
+
+def sound_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
+    """Rows that the connector without faults writes for this batch."""
+    return rows_of(layout, schedule(ConnectorScheduler(layout), batch))
+
+
+def equal_rows(planned: Sequence[Sequence[int]], written: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(np.asarray(p, dtype=np.int64), w) for p, w in zip(planned, written))
+
+
+def plan_suspects(
+    layout: Layout, batch: Batch, written: Sequence[np.ndarray], explains: Callable = equal_rows
+) -> tuple[str, ...]:
+    """Historic faults whose plan for this batch explains what was written; none where the right plan does."""
+    plans: dict[type, ConnectorMetadata | None] = {}
+
+    def plan(half: type[ConnectorScheduler]) -> ConnectorMetadata | None:
+        if half not in plans:
+            try:
+                plans[half] = schedule(half(layout), batch)
+            except DecodebenchError:
+                plans[half] = None  # this connector would have refused the batch
+        return plans[half]
+
+    sound = plan(ConnectorScheduler)
+    if sound is not None and explains(ConnectorWorker(layout).merge(sound), written):
+        return ()
+    return tuple(
+        fault.id
+        for fault in FAULTS.values()
+        if fault.leaves == "wrong bytes"
+        and not fault.startup_fill
+        and (meta := plan(fault.scheduler)) is not None
+        and explains(fault.worker(layout).merge(meta), written)
+    )

@@ -1,0 +1,39 @@
+"""Every page with its state: the table that a page map is drawn from."""
+
+from __future__ import annotations
+
+from decodebench.coverage.required import required_rows
+
+
+def page_map(audit, batch):
+    """Every page that a request owns, or that somebody wrote, with its state: the table that ``page_maps``
+    draws.
+
+    Columns group, kind, layer, block, state. A page that the step reads and somebody else overwrote is
+    ``wrong``; ``clobbered`` and ``stray`` are page_map it does not read.
+    """
+    import pandas as pd
+
+    layout = audit.layout
+    state = {(layer, 0): "null" for layer in layout.layer_names}
+    for group, spec in enumerate(layout.groups):
+        owned = {block for blocks in batch.requests for block in blocks.block_ids[group]} - {0}
+        state |= {(layer, block): "owned" for layer in spec.layer_names for block in owned}
+    for rows in required_rows(layout, batch):
+        group = layout.groups[rows.group]
+        for layer in rows.layers:
+            held = "zeroed" if all(part.zeros_only for part in group.layer_specs[layer].parts()) else "filled"
+            state |= {(group.layer_names[layer], int(block)): held for block in rows.block_ids}
+    for row in audit.rows.to_dict("records"):
+        layers = [row["layer"]] if row["layer"] else layout.groups[row["group"]].layer_names
+        for page in ((layer, int(row["block"])) for layer in layers):
+            read = state.get(page) in ("filled", "zeroed", "wrong", "uncovered")
+            state[page] = "wrong" if read and row["state"] in ("clobbered", "stray") else row["state"]
+    kinds = [group.kind for group in layout.groups]
+    order = {layer: i for i, layer in enumerate(layout.layer_names)}
+    group_of = layout.group_of
+    table = [
+        (group_of[layer], kinds[group_of[layer]], layer, block, held)
+        for (layer, block), held in sorted(state.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+    return pd.DataFrame(table, columns=["group", "kind", "layer", "block", "state"])

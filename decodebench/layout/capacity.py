@@ -1,0 +1,199 @@
+"""What fits a layout and what is wasted: requests, tokens, bytes by cause. Arithmetic on groups alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from decodebench.layout.grouping import KVCacheGroupSpec
+from decodebench.layout.records import Placed
+from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, cdiv
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many requests of one length fit.
+
+    ``blocks_per_request``: blocks that each group reserves for a request, in the groups' order, with
+    room for the tokens in flight. ``concurrency`` is vLLM's: blocks of the pool over blocks of a
+    request (the scarcest pool's, where there are several).
+    """
+
+    length: int
+    num_blocks: tuple[int, ...]
+    blocks_per_request: tuple[int, ...]
+    concurrency: float
+    #: tokens as logs have counted them since about vLLM 0.20.1: concurrency × length
+    tokens: int
+    #: tokens as logs counted them before: blocks // groups × the smallest block
+    tokens_old: int
+    #: bytes a request costs whatever its length (states, windows that are full, one block of slack each)
+    intercept_bytes: float
+    #: bytes that each further token costs
+    slope_bytes: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.concurrency:.2f} requests of {self.length:,} tokens; "
+            f"{sum(self.blocks_per_request):,} blocks each; "
+            f"a request costs {self.intercept_bytes:,.0f} bytes and {self.slope_bytes:,.0f} for each token"
+        )
+
+
+def capacity(layout: Placed, length: int | None = None) -> Capacity:
+    """What fits for requests of ``length`` tokens (default: the layout's maximum length).
+
+    Intercept and slope describe the cost around that length: a group either takes further blocks
+    there (slope), or holds what it holds (intercept: states, full windows).
+    """
+    length = layout.max_model_len if length is None else length
+    blocks = request_blocks(layout, length)
+    fits = [count / need for count, need in zip(layout.pool_num_blocks, by_pool(layout, blocks)) if need]
+    concurrency = min(fits) if fits else 0.0
+    intercept = slope = 0.0
+    for g, group in enumerate(layout.groups):
+        tokens, bytes_ = layout.tokens_per_block(g), layout.bytes_per_block(group.pool)
+        edge = cdiv(length, tokens) * tokens
+        here, next_ = (_blocks(layout, group, at) for at in (edge, edge + tokens))
+        if next_ > here:
+            slope += bytes_ / tokens
+            intercept += (here - edge // tokens) * bytes_
+        else:
+            intercept += here * bytes_
+    smallest = min(layout.tokens_per_block(g) for g in range(len(layout.groups)))
+    return Capacity(
+        length,
+        layout.pool_num_blocks,
+        tuple(blocks),
+        concurrency,
+        int(concurrency * length),
+        layout.num_blocks // len(layout.groups) * smallest,
+        intercept,
+        slope,
+    )
+
+
+def request_blocks(layout: Placed, length: int) -> list[int]:
+    """Blocks that each group reserves for a request of this length."""
+    return [_blocks(layout, group, length) for group in layout.groups]
+
+
+def by_pool(layout: Placed, blocks: Sequence[int]) -> list[int]:
+    pools = [0] * len(layout.pool_num_blocks)
+    for group, count in zip(layout.groups, blocks):
+        pools[group.pool] += count
+    return pools
+
+
+def _blocks(layout: Placed, group: KVCacheGroupSpec, length: int) -> int:
+    return group.blocks_per_request(length, layout.max_in_flight_tokens, layout.decode_context_parallel_size)
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Where the bytes of a memory go when it is full of requests of one length."""
+
+    length: int
+    #: what requests really store
+    content: float
+    #: parts of blocks that belong to no layer: groups narrower than the widest
+    padding_layers: float
+    #: pages padded to a common size
+    padded_pages: float
+    #: parts of blocks behind a request's last token and before its window
+    last_block: float
+    #: blocks held for tokens in flight, for reuse of states at block boundaries, for speculation
+    reserve: float
+    #: the block of each pool that is nobody's
+    null_block: float
+    #: memory behind the last whole block
+    tail: float
+
+    @property
+    def total(self) -> float:
+        return sum(value for name, value in asdict(self).items() if name != "length")
+
+    def shares(self) -> dict[str, float]:
+        """cause → share of the memory."""
+        return {name: value / self.total for name, value in asdict(self).items() if name != "length"}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {share:.2%}" for name, share in self.shares().items())
+
+
+def waste(layout: Placed, length: int | None = None) -> Waste:
+    """Bytes by cause, for a memory whose blocks are all held by requests of ``length`` tokens."""
+    length = layout.max_model_len if length is None else length
+    blocks = request_blocks(layout, length)
+    needs = by_pool(layout, blocks)
+    usable = [count - 1 for count in layout.pool_num_blocks]
+    requests = min((have / need for have, need in zip(usable, needs) if need), default=0.0)
+    causes = dict.fromkeys(("content", "padding_layers", "padded_pages", "last_block", "reserve"), 0.0)
+    for g, (group, count) in enumerate(zip(layout.groups, blocks)):
+        causes["padding_layers"] += count * (layout.bytes_per_block(group.pool) - group.bytes_per_block)
+        for spec in group.layer_specs:
+            page = spec.unpadded_page_size_bytes
+            causes["padded_pages"] += count * (spec.page_size_bytes - page)
+            resident, full = resident_blocks(spec, length, count, layout.tokens_per_block(g))
+            causes["content"] += page * full
+            causes["last_block"] += page * (resident - full)
+            causes["reserve"] += page * (count - resident)
+    held = {name: value * requests for name, value in causes.items()}
+    null = sum(layout.bytes_per_block(pool) for pool in range(len(layout.pool_num_blocks)))
+    # what no whole request takes, where one of several pools runs out before the others, counts as tail
+    tail = max(layout.budget, layout.size) - null - sum(held.values())
+    return Waste(length, null_block=null, tail=tail, **held)
+
+
+def resident_blocks(
+    spec: KVCacheSpec, length: int, reserved: int, tokens_per_block: int
+) -> tuple[int, float]:
+    """Blocks of one layer that a decoding request of this length really needs, and how many its tokens
+    fill.
+    """
+    if isinstance(spec, MambaSpec | CircularBufferSpec):
+        return min(1, reserved), min(1, reserved)
+    if isinstance(spec, CrossAttentionSpec):
+        return reserved, min(reserved, spec.max_encoder_tokens / tokens_per_block)
+    first = min(spec.num_skipped_tokens(length), length)
+    blocks = min(reserved, cdiv(length, tokens_per_block) - first // tokens_per_block)
+    return blocks, min(blocks, (length - first) / tokens_per_block)
+
+
+def log_lines(layout: Placed) -> list[str]:
+    """The lines that vLLM's log shows for such a layout, in its words, in its order."""
+    lines = []
+    r = layout.resolved
+    if r is not None and r.mamba_page_size is not None:
+        if r.block_size_grew:
+            lines.append(
+                f"Setting attention block size to {r.block_size} tokens "
+                "to ensure that attention page size is >= mamba page size."
+            )
+        if r.mamba_page_size_padded is not None:
+            percent = 100 * (r.mamba_page_size_padded - r.mamba_page_size) / r.mamba_page_size
+            lines.append(
+                f"Padding mamba page size by {percent:.2f}% "
+                "to ensure that mamba page size and attention page size are exactly equal."
+            )
+    for padding, layers in padding_layers(layout.groups) if layout.grouping in ("auto", "hybrid") else ():
+        lines.append(
+            f"Add {padding} padding layers, may waste at most {padding / layers * 100:.2f}% KV cache memory"
+        )
+    c = capacity(layout)
+    lines.append(
+        f"GPU KV cache size: {c.tokens:,} tokens, "
+        f"Maximum concurrency for {c.length:,} tokens per request: {c.concurrency:.2f}x"
+    )
+    return lines
+
+
+def padding_layers(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[int, int]]:
+    """(padding layers, layers) of each bucket of the hybrid grouping that does not fill its groups."""
+    if len(groups) < 2 or any(group.mixed for group in groups):
+        return []
+    size = max(len(group.layer_names) for group in groups)
+    buckets: dict[KVCacheSpec, int] = {}
+    for group in groups:
+        buckets[group.kv_cache_spec] = buckets.get(group.kv_cache_spec, 0) + len(group.layer_names)
+    return [(-layers % size, layers) for layers in buckets.values() if layers % size]

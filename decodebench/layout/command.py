@@ -1,0 +1,147 @@
+"""``decodebench plan``: the layout of a model's cache, as text or JSON, or groupings side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from decodebench.errors import DecodebenchError
+from decodebench.layout import dump, text
+from decodebench.layout.compare import compare_rows
+from decodebench.layout.placement import LayoutRefused
+from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memory, prepare
+from decodebench.models.load import load_model
+from decodebench.models.model import Model
+from decodebench.models.options import (
+    KV_CACHE_DTYPES,
+    MEMORY_ORDERS,
+    MODEL_DTYPES,
+    STATE_DTYPES,
+    CacheOptions,
+)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``plan``: vLLM's own names where it has one."""
+    add = parser.add_argument
+    add(
+        "model", help="name of a known model, path of a config.json or of its folder, or - for standard input"
+    )
+    add(
+        "--memory",
+        action="append",
+        metavar="BYTES",
+        help="bytes or a number with a unit (8GiB); may be repeated",
+    )
+    add(
+        "--block-size", type=int, metavar="TOKENS", help="tokens a block; the grain where states make it grow"
+    )
+    add("--dtype", default="auto", choices=MODEL_DTYPES)
+    add("--kv-cache-dtype", default="auto", choices=list(KV_CACHE_DTYPES))
+    add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="RANKS")
+    add("--decode-context-parallel-size", "-dcp", type=int, default=1, metavar="RANKS")
+    add("--max-model-len", type=_length, metavar="TOKENS", help="a number, or auto for the longest that fits")
+    add("--max-num-batched-tokens", type=int, default=8192, metavar="TOKENS")
+    add("--async-scheduling", action=argparse.BooleanOptionalAction, default=True)
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    add("--mamba-cache-dtype", default="auto", choices=STATE_DTYPES)
+    add("--mamba-ssm-cache-dtype", default="auto", choices=STATE_DTYPES)
+    add(
+        "--disable-hybrid-kv-cache-manager",
+        action="store_true",
+        help="allocate windows and chunks as full attention",
+    )
+    add("--num-speculative-tokens", type=int, default=0, metavar="TOKENS")
+    add(
+        "--draft-layers", type=int, default=0, metavar="LAYERS", help="full-attention layers of a draft model"
+    )
+    add(
+        "--kv-cache-layout",
+        choices=MEMORY_ORDERS,
+        help="dimensions from the outermost in; default: vLLM's choice",
+    )
+    add(
+        "--kernel-block-size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens the kernels work on (16; 64 for latent attention). An engine on CPU: 32, with --block-size 128",
+    )
+    add(
+        "--grouping",
+        default="auto",
+        help="auto (vLLM's choice), hybrid, packed, promoted, separate, fixed(k), per_layer",
+    )
+    add(
+        "--length",
+        type=int,
+        metavar="TOKENS",
+        help="tokens a request, for --compare (default: the maximum length)",
+    )
+    add("--json", action="store_true", help="print one case in the form of an engine's dump")
+    add("--compare", action="store_true", help="print the groupings side by side")
+
+
+def _length(text: str) -> int | str:
+    # vLLM says -1 for auto
+    return "auto" if text in ("auto", "-1") else int(text)
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Print the layout of a model's cache; 0, or 2 where a layout to be shown is refused."""
+    options = {
+        name: getattr(arguments, name)
+        for name in (
+            "dtype",
+            "kv_cache_dtype",
+            "tensor_parallel_size",
+            "decode_context_parallel_size",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "async_scheduling",
+            "enable_prefix_caching",
+            "mamba_cache_dtype",
+            "mamba_ssm_cache_dtype",
+            "num_speculative_tokens",
+            "draft_layers",
+            "kernel_block_size",
+        )
+    } | {
+        "hybrid_kv_cache_manager": not arguments.disable_hybrid_kv_cache_manager,
+        "memory_order": arguments.kv_cache_layout,
+    }
+    memories = arguments.memory or [DEFAULT_MEMORY]
+    budgets = [parse_memory(memory) for memory in memories]
+    CacheOptions.of(options | {"block_size": arguments.block_size})
+    model = load_model(arguments.model)
+    if arguments.compare:
+        for budget in budgets:
+            rows = compare_rows(
+                model, budget, length=arguments.length, block_size=arguments.block_size, **options
+            )
+            if not arguments.json and all(row["status"] == "refused" for row in rows):
+                raise LayoutRefused(f"every strategy is refused; {rows[0]['strategy']}: {rows[0]['reason']}")
+            print(json.dumps(rows, indent=1) if arguments.json else text.comparison(model.name, budget, rows))
+        return 0
+    if arguments.json:
+        print(json.dumps(_json_case(model, budgets, arguments, options), indent=1))
+        return 0
+    grouped = prepare(model, arguments.block_size, arguments.grouping, **options)
+    for budget in budgets:
+        print(layout_for(grouped, budget))
+    return 0
+
+
+def _json_case(model: Model, budgets: list[int], arguments: argparse.Namespace, options: dict) -> dict:
+    """The case of an engine's dump; what an engine would refuse is an entry of it."""
+    try:
+        grouped = prepare(model, arguments.block_size, arguments.grouping, **options)
+    except DecodebenchError as error:
+        return {"model": model.name, "options": options, "resolved": {}, "refused": dump.refusal(error)}
+    layouts: dict = {}
+    for budget in budgets:
+        try:
+            layouts[budget] = layout_for(grouped, budget)
+        except LayoutRefused as error:
+            fits = auto_fit(grouped, budget) if error.max_model_len else None
+            layouts[budget] = {"refused": str(error), "auto_fit": fits}
+    return dump.case(layouts, grouped)

@@ -1,0 +1,172 @@
+"""A layout as JSON: one case in the form of an engine's dump, by vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from decodebench.layout.capacity import capacity
+from decodebench.layout.grouping import KVCacheGroupSpec
+from decodebench.layout.records import Grouped, Placed
+from decodebench.models.specs import (
+    AttentionSpec,
+    CircularBufferSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+
+def refusal(error: Exception) -> dict:
+    """Why there is no layout at all, as in an engine's dump."""
+    return {"type": type(error).__name__, "message": str(error)}
+
+
+def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
+    """One case: options, resolved sizes, groups, and for each budget the layout or why it was refused.
+
+    ``grouped``: what was planned ; ``layouts``: budget → layout or refusal.
+    """
+    return {
+        "model": grouped.model.name if grouped.model else None,
+        "options": options_dict(grouped),
+        "resolved": resolved_dict(grouped),
+        "groups": [
+            group_dict(group, count, grouped)
+            for group, count in zip(grouped.groups, grouped.blocks_per_request())
+        ],
+        "bytes_per_block": grouped.bytes_per_block(),
+        "memory": {str(b): memory_dict(x) if not isinstance(x, dict) else x for b, x in layouts.items()},
+    }
+
+
+def options_dict(grouped: Grouped) -> dict:
+    """What the case was planned with: an engine's options by its names, resolved where they are."""
+    options = asdict(grouped.options)
+    r = grouped.resolved
+    resolved = (
+        {}
+        if r is None
+        else {"dtype": r.dtype, "mamba_cache_mode": r.mamba_cache_mode, "mamba_ssm_cache_dtype": r.ssm_dtype}
+    )
+    del options["memory_order"]
+    return (
+        options
+        | resolved
+        | {
+            "max_model_len": grouped.max_model_len,
+            "max_in_flight_tokens": grouped.options.max_in_flight_tokens,
+            "kernel_block_size": r.kernel_block_size if r else options["kernel_block_size"],
+            "kv_cache_layout": grouped.memory_order,
+            "grouping": grouped.grouping,
+        }
+    )
+
+
+def resolved_dict(grouped: Grouped) -> dict:
+    r = grouped.resolved
+    if r is None:
+        return {}
+    return {
+        "block_size": r.block_size,
+        "mamba_block_size": r.mamba_block_size,
+        "mamba_page_size_padded": r.mamba_page_size_padded,
+        "mamba_cache_mode": r.mamba_cache_mode,
+    }
+
+
+def memory_dict(layout: Placed) -> dict:
+    c = capacity(layout)
+    return {
+        "num_blocks": layout.num_blocks if len(layout.pool_num_blocks) == 1 else list(layout.pool_num_blocks),
+        "max_concurrency": c.concurrency,
+        "capacity_tokens": c.tokens,
+        "needs_kv_cache_zeroing": layout.needs_kv_cache_zeroing,
+        "tensors": [asdict(tensor) | {"layers": list(tensor.layers)} for tensor in layout.tensors],
+    }
+
+
+def group_dict(group: KVCacheGroupSpec, blocks: int, grouped: Grouped) -> dict:
+    cache_dtype = grouped.resolved.kv_cache_dtype if grouped.resolved else "auto"
+    if group.mixed:
+        spec = {
+            "class": "UniformTypeKVCacheSpecs",
+            "block_size": group.block_size,
+            "dcp_sharded": group.kv_cache_spec.dcp_sharded,
+            "page_size_bytes": group.bytes_per_block,
+            "prefix_cacheable": not isinstance(group.kv_cache_spec, CircularBufferSpec),
+            "layers_by_spec": [
+                {"spec": spec_dict(s, cache_dtype), "layers": list(names)}
+                for s, names in group.layers_by_spec()
+            ],
+        }
+        page = group.bytes_per_block
+    else:
+        spec, page = spec_dict(group.kv_cache_spec, cache_dtype), group.kv_cache_spec.page_size_bytes
+    return {
+        "layers": list(group.layer_names),
+        "block_size": group.block_size,
+        "page_size_bytes": page,
+        "blocks_per_request": blocks,
+        "spec": spec,
+    }
+
+
+def spec_dict(spec: KVCacheSpec, cache_dtype: str = "auto") -> dict:
+    """A spec by vLLM's names; fields that are None are left out, fp8 values are declared uint8 as there."""
+    out = {
+        "class": type(spec).__name__,
+        "block_size": spec.block_size,
+        "dcp_sharded": spec.dcp_sharded,
+        "page_size_bytes": spec.page_size_bytes,
+        "unpadded_page_size_bytes": spec.unpadded_page_size_bytes,
+        "page_size_padded": spec.page_size_padded,
+        "prefix_cacheable": not isinstance(spec, CircularBufferSpec),
+    }
+    if isinstance(spec, MambaSpec):
+        out |= {
+            "shapes": [list(shape) for shape in spec.shapes],
+            "dtypes": list(spec.dtypes),
+            "mamba_type": spec.mamba_type,
+            "mamba_cache_mode": spec.mamba_cache_mode,
+            "num_speculative_blocks": spec.num_speculative_blocks,
+            "num_prefill_checkpoint_blocks": spec.num_prefill_checkpoint_blocks,
+            "tokens_per_state": -1,
+        }
+    if isinstance(spec, AttentionSpec):
+        out |= {
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "head_size_v": spec.head_size_v,
+            "dtype": "uint8" if spec.dtype.startswith("float8") else spec.dtype,
+            "kv_quant_mode": quant_mode(spec),
+            "tokens_per_state": spec.tokens_per_state,
+            "state_content_bytes": spec.state_content_bytes,
+            "sliding_window": getattr(spec, "sliding_window", None),
+            "alignment": getattr(spec, "alignment", None),
+            "attention_chunk_size": getattr(spec, "attention_chunk_size", None),
+        }
+    if isinstance(spec, SlidingWindowSpec):
+        out["extra_retained_tokens"] = 0
+    if isinstance(spec, SlidingWindowMLASpec):
+        out["bounded_replay"] = False
+    if isinstance(spec, MLAAttentionSpec):
+        out["cache_role"] = spec.cache_role
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) and holds_latent(spec):
+        out["cache_dtype_str"] = cache_dtype
+        if spec.alignment is not None:
+            out["model_version"] = "deepseek_v4"
+    return {name: value for name, value in out.items() if value is not None}
+
+
+def holds_latent(spec: AttentionSpec) -> bool:
+    return spec.packed != "fp8_indexer" and spec.dtype != "float32"
+
+
+def quant_mode(spec: AttentionSpec) -> str:
+    """vLLM's name for how the values are quantized."""
+    if spec.packed in (None, "fp8_ds_mla"):
+        return "FP8_PER_TENSOR" if spec.dtype.startswith("float8") or spec.packed else "NONE"
+    return "NONE" if spec.packed == "fp8_indexer" else spec.packed.upper()

@@ -1,0 +1,1 @@
+"""Decode steps over paged caches: the plain reference, and the backends checked against it."""

@@ -1,0 +1,161 @@
+"""config.json → a model's layers and what each of them stores.
+
+A *reader* turns the fields of one kind of family into layers; ``FAMILIES`` says which reader a
+``model_type`` has, with the defaults its config class would fill in. Adding a family is a line
+there; adding a kind of family is a reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from decodebench.models.families import FAMILIES, Family
+from decodebench.models.fields import ConfigError, Fields, read_config
+from decodebench.models.generic import GENERIC
+from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
+from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, model_length
+from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
+from decodebench.shipped import shipped
+
+__all__ = [
+    "FAMILIES",
+    "AttentionLayer",
+    "CacheOptions",
+    "ConfigError",
+    "Family",
+    "IndexerLayer",
+    "LatentLayer",
+    "Layer",
+    "Model",
+    "OptionError",
+    "Resolved",
+    "StateLayer",
+    "list_models",
+    "load_model",
+]
+
+#: config.json facts of known models
+DATA = shipped("data/models")
+
+
+def list_models() -> tuple[str, ...]:
+    """Names that ``load_model`` knows."""
+    return tuple(sorted(path.parent.name for path in DATA.glob("*/config.json")))
+
+
+def load_model(config: Model | str | Path | Mapping) -> Model:
+    """A model from its name in data/models, the path of any config.json, its folder, ``-``, or a dictionary.
+
+    Raises ``ConfigError`` naming file, field and value where it does not describe a cache.
+    """
+    if isinstance(config, Model):
+        return config
+    if isinstance(config, Mapping):
+        return read_model(config, "config")
+    values, name = read_config(config, DATA)
+    return read_model(values, name)
+
+
+def read_model(config: Mapping, name: str) -> Model:
+    """A parsed config as a model; ``name`` is what errors call it."""
+    outer = Fields(config, name)
+    f, prefix = text_config(outer)
+    model_type = f.get("model_type") or outer.get("model_type")
+    if not isinstance(model_type, str):
+        raise outer.missing("model_type")
+    family = FAMILIES.get(TEXT_TYPES.get(model_type, model_type)) or FAMILIES.get(f"{model_type}_text")
+    generic = family is None
+    family = family or GENERIC
+    f = f.with_defaults(family.defaults)
+    try:
+        found = family.read(f, prefix + family.root, **family.arguments)
+    except ConfigError as error:
+        if not generic:
+            raise
+        raise ConfigError(
+            f"{error} (no reader knows model_type {model_type!r}, so its fields were read by name alone)"
+        ) from None
+    layers, shared = found if isinstance(found, tuple) else (found, {})
+    if not layers:
+        raise ConfigError(f"{name}: no layer of this model stores anything: there is no cache to plan")
+    field, default = family.ssm_dtype or ("", "auto")
+    lengths, dtype = model_length(f, outer), model_dtype(f, outer)
+    return Model(
+        name=name,
+        model_type=model_type,
+        source=str(config.get("_source", name)),
+        dtype=dtype,
+        layers=tuple(layers),
+        shared_layers=shared,
+        generic=generic,
+        kernel_block_size=kernel_block_size(family, layers),
+        ssm_dtype=state_dtype(f, field, default) if field else default,
+        kv_cache_dtype=family.kv_cache_dtype
+        if family.kv_cache_dtype != "auto"
+        else checkpoint_kv_dtype(outer),
+        memory_order=family.memory_order,
+        fields_used=tuple(sorted(f.used)),
+        **lengths,
+    )
+
+
+#: where multimodal configs keep the language model
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+#: model types that are read like another one
+TEXT_TYPES = {
+    "gemma4_unified_text": "gemma4_text",
+    "kimi_vl": "deepseek_v3",
+    "deepseek_vl_v2": "deepseek_v2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "mistral3": "mistral",
+}
+#: multimodal model type → path of its language model; "language_model." where it has a text config
+TEXT_PREFIXES = {
+    "lfm2_vl": "language.",
+    "deepseek_vl_v2": "language.",
+    "ovis": "llm.",
+    "ovis2_5": "llm.",
+    "minicpmv": "llm.",
+    "qwen2_vl": "language_model.",
+    "qwen2_5_vl": "language_model.",
+}
+
+
+def text_config(outer: Fields) -> tuple[Fields, str]:
+    """The fields of the language model, and the path under which an engine registers its layers."""
+    model_type = str(outer.values.get("model_type"))
+    fields, prefix = outer, TEXT_PREFIXES.get(model_type, "")
+    for _ in range(2):  # thinker_config holds a text_config of its own
+        inner = next(
+            (fields.values[n] for n in TEXT_CONFIGS if isinstance(fields.values.get(n), Mapping)), None
+        )
+        if inner is None:
+            break
+        prefix = TEXT_PREFIXES.get(model_type, "language_model.")
+        fields = Fields(inner, f"{outer.source}, text_config")
+        fields.used = outer.used
+    return fields, prefix
+
+
+def kernel_block_size(family: Family, layers: list[Layer]) -> int:
+    """Tokens that the attention kernels take at once: 64 where attention is latent."""
+    if any(isinstance(layer, LatentLayer) for layer in layers):
+        return max(64, family.kernel_block_size)
+    return family.kernel_block_size if family.kernel_block_size != 64 else 16
+
+
+def state_dtype(f: Fields, field: str, default: str) -> str:
+    """The dtype that a checkpoint asks for its recurrent states."""
+    value = str(f.get(field, default=default)).removeprefix("torch.")
+    if value not in STATE_DTYPES:
+        raise f.wrong((field,), value, f"known are {', '.join(STATE_DTYPES)}")
+    return value

@@ -1,0 +1,455 @@
+"""What one layer stores: the kinds of KV cache specs and their page arithmetic.
+
+A *page* is what one block of one layer occupies. Every other room asks the spec for it:
+how many bytes, which typed tensors lie inside, which blocks of a block table a decode
+step reads. Names follow vLLM's ``v1/kv_cache_interface.py``.
+
+No torch here: dtypes are torch's names as strings, so that planning a layout starts fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd, lcm, prod
+from typing import ClassVar
+
+from decodebench.errors import DecodebenchError
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+class SpecError(DecodebenchError):
+    """A layer spec that no cache could hold (zero heads, negative window, unknown dtype)."""
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b for integers."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """One typed tensor inside a page.
+
+    ``shape`` is the tensor of one block, in the order in which it lies in memory where the
+    page holds a single part; ``offset`` is in bytes from the start of the page. ``dtype`` is
+    the type of the *values* (``float8_e4m3fn`` even where an engine declares ``uint8``).
+    ``zeros_only`` marks contents that are not plain numbers (packed formats with scales,
+    circular buffers of packed integers): they may be zeroed, never filled with values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int = 0
+    zeros_only: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What one layer stores. ``block_size`` is in tokens, sizes are in bytes."""
+
+    kind: ClassVar[str] = "unknown"
+
+    block_size: int
+    page_size_padded: int | None = None
+    #: whether decode context parallelism splits this cache's tokens between ranks
+    dcp_sharded: bool = False
+    #: bytes that the stride between two blocks must be a multiple of (some MLA kernels ask for it)
+    block_stride_alignment: int = 1
+    #: kernel blocks of up to this many tokens must lie whole inside the stride between two blocks
+    #: (kernels with a fixed block size; matters only where a block holds several kernel blocks)
+    kernel_block_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise SpecError(f"block size {self.block_size}: a block holds at least one token")
+        if self.page_size_padded is not None and self.page_size_padded < self.unpadded_page_size_bytes:
+            raise SpecError(
+                f"padded page of {self.page_size_padded} bytes is smaller than its content of "
+                f"{self.unpadded_page_size_bytes} bytes ({self.kind})"
+            )
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of content in one page."""
+        raise NotImplementedError
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes one page occupies, padding included."""
+        return self.page_size_padded or self.unpadded_page_size_bytes
+
+    def parts(self) -> tuple[PagePart, ...]:
+        """The typed tensors inside one page, in memory order."""
+        raise NotImplementedError
+
+    def with_block_size(self, block_size: int) -> KVCacheSpec:
+        return replace(self, block_size=block_size)
+
+    @property
+    def stride_alignment_bytes(self) -> int:
+        """Bytes that the distance between two blocks must be a multiple of; 1 where nothing asks."""
+        if self.kernel_block_tokens is None:
+            return self.block_stride_alignment
+        tokens = gcd(self.kernel_block_tokens, self.block_size)
+        if tokens == self.block_size:
+            return self.block_stride_alignment
+        kernel_page = self.with_block_size(tokens).page_size_bytes
+        return lcm(self.block_stride_alignment, max(1, kernel_page))
+
+    def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+        """One spec that governs this layer and the others in a common group; None where none can."""
+        return self if all(other == self for other in others) else None
+
+    def same_token_slots(self, other: KVCacheSpec) -> bool:
+        """Whether both layers need the same blocks of a request, whatever their pages (one group of mixed
+        pages).
+        """
+        base = _slot_family(self)
+        return isinstance(other, base) and self._same_slots(other)
+
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return True
+
+    def padded_to(self, page_size: int) -> KVCacheSpec:
+        """The same layer with its page padded to ``page_size`` bytes."""
+        return replace(self, page_size_padded=page_size)
+
+    # -- which blocks matter (DESIGN: which blocks decode reads) -------------------------------
+
+    def num_skipped_tokens(self, num_computed: int) -> int:
+        """Leading tokens that no later step reads once ``num_computed`` tokens are computed.
+
+        Blocks that hold only skipped tokens are null in the block table.
+        """
+        return 0
+
+    def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        """Block-table positions that the next decode step reads.
+
+        The request has ``num_tokens`` tokens; the step computes position ``num_tokens - 1``,
+        so positions ``[0, num_tokens - 1)`` come from the cache. ``tokens_per_block`` is the
+        block size times the decode-context-parallel size where the layer is sharded by it.
+        """
+        return _blocks_of(self.num_skipped_tokens(num_tokens - 1), num_tokens - 1, tokens_per_block)
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
+        """Blocks the engine reserves for one request of ``max_model_len`` tokens."""
+        return cdiv(max_model_len, self.block_size * (dcp if self.dcp_sharded else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of every token of a block, K and V side by side per head and token.
+
+    ``packed`` names a format whose page is not plain numbers (``fp8_ds_mla``, ``nvfp4``,
+    an indexer's fp8 keys with scales); ``state_content_bytes`` is then the bytes of one
+    head and token. ``tokens_per_state`` > 1: several tokens are compressed into one entry.
+    """
+
+    dcp_sharded: bool = True
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int | None = None
+    dtype: str
+    packed: str | None = None
+    state_content_bytes: int | None = None
+    tokens_per_state: int = 1
+
+    def __post_init__(self) -> None:
+        if self.head_size_v is None:
+            object.__setattr__(self, "head_size_v", self.head_size)
+        if self.dtype not in DTYPE_BYTES:
+            raise SpecError(f"KV cache dtype {self.dtype!r}: known are {', '.join(DTYPE_BYTES)}")
+        if self.num_kv_heads < 1 or self.head_size < 1 or self.head_size_v < 0:
+            raise SpecError(
+                f"attention layer with {self.num_kv_heads} KV heads of size {self.head_size}: "
+                "both must be positive"
+            )
+        super().__post_init__()
+
+    @property
+    def entries_per_block(self) -> int:
+        """Stored entries (tokens, or compressed groups of tokens) in one block."""
+        return self.block_size // self.tokens_per_state
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one head's entry: its key and its value."""
+        if self.state_content_bytes is not None:
+            return self.state_content_bytes
+        return (self.head_size + self.head_size_v) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        return self.num_kv_heads * self.entries_per_block * self.entry_bytes
+
+    def parts(self) -> tuple[PagePart, ...]:
+        if self.packed is not None:
+            return (PagePart("packed", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
+        shape = (self.entries_per_block, self.num_kv_heads, self.head_size + self.head_size_v)
+        return (PagePart("kv", shape, self.dtype),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """Attention over all earlier tokens.
+
+    ``sliding_window`` or ``attention_chunk_size`` is set where a window or chunk layer is
+    *allocated* as full attention (hybrid manager off): the pool keeps every block, the
+    kernel still reads only its window.
+    """
+
+    kind: ClassVar[str] = "full_attention"
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        first = 0
+        if self.sliding_window is not None:
+            first = max(0, num_tokens - self.sliding_window)
+        elif self.attention_chunk_size is not None:
+            c = self.attention_chunk_size
+            first = (num_tokens - 1) // c * c
+        return _blocks_of(first, num_tokens - 1, tokens_per_block)
+
+    def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+        """Layers that differ only in one window (or chunk) value share a group; two windows do not."""
+        specs = (self, *others)
+        if any(type(spec) is not FullAttentionSpec for spec in specs):
+            return None
+        windows = {spec.sliding_window for spec in specs} - {None}
+        chunks = {spec.attention_chunk_size for spec in specs} - {None}
+        if len(windows) + len(chunks) > 1:
+            return None
+        merged = replace(
+            self, sliding_window=next(iter(windows), None), attention_chunk_size=next(iter(chunks), None)
+        )
+        same = (
+            replace(merged, sliding_window=s.sliding_window, attention_chunk_size=s.attention_chunk_size) == s
+            for s in specs
+        )
+        return merged if all(same) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """Multi-head latent attention: one latent vector a token, no separate V."""
+
+    kind: ClassVar[str] = "mla_attention"
+    head_size_v: int = 0
+    #: SPARSE (the latent vectors) or INDEXER (the keys that choose which of them are read)
+    cache_role: str = "SPARSE"
+    #: bytes that the page is rounded up to a multiple of
+    alignment: int | None = None
+    #: whether this layer runs an indexer whose choice later layers share
+    is_index_group_leader: bool = False
+
+    def __post_init__(self) -> None:
+        _round_page_up(self)
+        super().__post_init__()
+
+    def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+        return KVCacheSpec.merged_with(self, others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """Attention over the last ``sliding_window`` tokens, the current one included."""
+
+    kind: ClassVar[str] = "sliding_window"
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        if self.sliding_window < 1:
+            raise SpecError(f"sliding window of {self.sliding_window} tokens: must be positive")
+        super().__post_init__()
+
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return other.sliding_window == self.sliding_window
+
+    def num_skipped_tokens(self, num_computed: int) -> int:
+        return max(0, num_computed - self.sliding_window + 1)
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
+        tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
+        return cdiv(tokens, self.block_size) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    """A sliding window over latent vectors."""
+
+    kind: ClassVar[str] = "sliding_window_mla"
+    head_size_v: int = 0
+    #: bytes that the page is rounded up to a multiple of
+    alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        _round_page_up(self)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """Attention within the current chunk of ``attention_chunk_size`` tokens."""
+
+    kind: ClassVar[str] = "chunked_local_attention"
+    attention_chunk_size: int
+
+    def __post_init__(self) -> None:
+        if self.attention_chunk_size < 1:
+            raise SpecError(f"attention chunk of {self.attention_chunk_size} tokens: must be positive")
+        super().__post_init__()
+
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return other.attention_chunk_size == self.attention_chunk_size
+
+    def num_skipped_tokens(self, num_computed: int) -> int:
+        return num_computed // self.attention_chunk_size * self.attention_chunk_size
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
+        return cdiv(min(self.attention_chunk_size + max_in_flight_tokens, max_model_len), self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionSpec(AttentionSpec):
+    """Attention over the encoder's tokens: all of them, whatever the decoder's length."""
+
+    kind: ClassVar[str] = "cross_attention"
+    #: encoder tokens the engine reserves for (``max_num_encoder_input_tokens``)
+    max_encoder_tokens: int
+
+    def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        return range(table_length)
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
+        return cdiv(self.max_encoder_tokens, self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CircularBufferSpec(AttentionSpec):
+    """A ring of packed integers, one block a request, ``block_size`` entries long."""
+
+    kind: ClassVar[str] = "circular_buffer"
+
+    def parts(self) -> tuple[PagePart, ...]:
+        return (PagePart("ring", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
+
+    def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        return range(min(1, table_length))
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
+        return 1
+
+
+def _blocks_of(first: int, stop: int, tokens_per_block: int) -> range:
+    """Blocks that hold the tokens ``[first, stop)``; none where there are no such tokens."""
+    end = cdiv(stop, tokens_per_block)
+    return range(first // tokens_per_block if first < stop else end, end)
+
+
+#: names of a state layer's tensors, by the kernel that owns them
+STATE_PART_NAMES = {
+    "MAMBA1": ("conv", "ssm"),
+    "MAMBA2": ("conv", "ssm"),
+    "GDN_ATTN": ("conv", "recurrent"),
+    "SHORT_CONV": ("conv",),
+    "LINEAR": ("recurrent",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """A recurrent state: a few tensors of fixed shape a request, whatever its length.
+
+    One page holds ``shapes[i]`` of ``dtypes[i]`` one after another. ``mamba_cache_mode``:
+    ``none`` keeps one state a request (its block spans the maximum length), ``align`` keeps
+    states at block boundaries too, for prefix caching.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    mamba_type: str = "MAMBA2"
+    mamba_cache_mode: str = "none"
+    num_speculative_blocks: int = 0
+    num_prefill_checkpoint_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.shapes) != len(self.dtypes):
+            raise SpecError(f"state layer with {len(self.shapes)} shapes and {len(self.dtypes)} dtypes")
+        if any(d < 1 for shape in self.shapes for d in shape):
+            raise SpecError(f"state layer with an empty shape among {self.shapes}")
+        super().__post_init__()
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        return sum(prod(s) * DTYPE_BYTES[d] for s, d in zip(self.shapes, self.dtypes))
+
+    def parts(self) -> tuple[PagePart, ...]:
+        names = STATE_PART_NAMES.get(self.mamba_type, ())
+        if len(names) != len(self.shapes):
+            names = tuple(f"state_{i}" for i in range(len(self.shapes)))
+        parts, offset = [], 0
+        for name, shape, dtype in zip(names, self.shapes, self.dtypes):
+            parts.append(PagePart(name, shape, dtype, offset))
+            offset += parts[-1].nbytes
+        return tuple(parts)
+
+    def _same_slots(self, other: KVCacheSpec) -> bool:
+        return (
+            other.num_speculative_blocks == self.num_speculative_blocks
+            and other.num_prefill_checkpoint_blocks == self.num_prefill_checkpoint_blocks
+            and other.page_size_bytes == self.page_size_bytes
+        )
+
+    def num_skipped_tokens(self, num_computed: int) -> int:
+        return max(0, num_computed - 1)
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
+        if self.mamba_cache_mode == "align":
+            return 2 + self.num_speculative_blocks + self.num_prefill_checkpoint_blocks
+        return 1 + self.num_speculative_blocks
+
+
+def _round_page_up(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> None:
+    """Pad the page to the spec's own alignment (DeepSeek-V4: 576 bytes)."""
+    if spec.alignment is not None:
+        content = spec.unpadded_page_size_bytes
+        padded = cdiv(content, spec.alignment) * spec.alignment
+        if padded != content:
+            object.__setattr__(spec, "page_size_padded", padded)
+
+
+def _slot_family(spec: KVCacheSpec) -> type[KVCacheSpec]:
+    """The kind that all layers of a group of mixed pages must be of."""
+    families = (
+        FullAttentionSpec,
+        CircularBufferSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        MambaSpec,
+    )
+    return next((family for family in families if isinstance(spec, family)), type(spec))

@@ -1,0 +1,537 @@
+"""Tables → charts. Every function takes a DataFrame and returns a ``Chart``: titled, with units and alt
+text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
+
+from decodebench.cache.faults import FAULTS
+from decodebench.show.charts import bar_panels, bars, lines, value_of
+from decodebench.show.look import (
+    EMPTY,
+    FAINT,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PALETTE,
+    SKY,
+    VERMILLION,
+    Chart,
+    chart,
+    styled,
+)
+from decodebench.words import bytes_text, share_text
+
+__all__ = ["bar_panels", "bars", "lines"]
+
+#: state of a (layer, block) page → colour and what it means; drawn in this order
+PAGE_STATES = {
+    "null": (FAINT, "null block, never data"),
+    "free": (EMPTY, "free"),
+    "owned": ("#77828e", "owned, not read by this step"),
+    "filled": (GREEN, "read and filled"),
+    "zeroed": (SKY, "read, zeroed on purpose"),
+    "wrong": (ORANGE, "read, wrong bytes"),
+    "uncovered": (VERMILLION, "read, never filled"),
+    "stray": ("#8b3fbf", "written, nobody's"),
+    "clobbered": (INK, "written, somebody else's"),
+}
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def draw_pages(axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[str]:
+    """Cells of a grid by state: state → (row, column) pairs. One shape a state keeps the drawing light.
+
+    Returns the states drawn, for a legend.
+    """
+    drawn = []
+    for state in PAGE_STATES:
+        cells = states.get(state) or ()
+        if not cells:
+            continue
+        corners, codes = [], []
+        for row, column in cells:
+            left, right, low, high = column - 0.46, column + 0.46, row - 0.44, row + 0.44
+            corners += [(left, low), (right, low), (right, high), (left, high), (left, low)]
+            codes += [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
+        axes.add_patch(PathPatch(Outline(corners, codes), facecolor=PAGE_STATES[state][0], linewidth=0))
+        drawn.append(state)
+    return drawn
+
+
+def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
+    """The legend of a page map, with each state in words."""
+    handles = [
+        Patch(facecolor=PAGE_STATES[s][0], label=PAGE_STATES[s][1]) for s in PAGE_STATES if s in states
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, handleheight=1.0
+    )
+
+
+@styled
+def page_maps(
+    frames: Mapping[str, object],
+    *,
+    name: str,
+    title: str,
+    subtitle: str = "",
+    num_blocks: int | None = None,
+    size: tuple[float, float] | None = None,
+) -> Chart:
+    """Layers by blocks, one panel a table, side by side: what decode reads and what was written there.
+
+    Each table is one of ``pages``: a row a page with group, kind, layer, block, state (a key of
+    ``PAGE_STATES``).
+    Groups share one pool: a block id belongs to one group, so its pages in other groups' rows stay blank.
+    """
+    first = next(iter(frames.values()))
+    order = first.drop_duplicates("layer")[["group", "layer"]].sort_values("group", kind="stable")
+    row_of = {layer: row for row, layer in enumerate(order["layer"])}
+    edges = (
+        order.reset_index(drop=True)
+        .groupby("group")
+        .apply(lambda g: (g.index[0], g.index[-1]), include_groups=False)
+    )
+    num_blocks = num_blocks or int(max(frame["block"].max() for frame in frames.values())) + 1
+    height = min(7.5, 1.9 + 0.105 * max(len(row_of), 14))
+    figure, axes = chart(
+        name,
+        title,
+        columns=len(frames),
+        subtitle=subtitle,
+        size=size or (8.6, height),
+        sharey=True,
+        squeeze=False,
+    )
+    drawn: set[str] = set()
+    said = []
+    for axis, (label, frame) in zip(axes[0], frames.items()):
+        cells: dict[str, list[tuple[int, int]]] = {}
+        for layer, block, state in zip(frame["layer"], frame["block"], frame["state"]):
+            cells.setdefault(state, []).append((row_of[layer], int(block)))
+        drawn |= set(draw_pages(axis, cells))
+        axis.set_title(label)
+        axis.set_xlim(-0.8, num_blocks - 0.2)
+        axis.set_ylim(len(row_of) - 0.4, -0.6)
+        axis.grid(visible=False)
+        for start, _ in edges.tolist()[1:]:
+            axis.axhline(start - 0.5, color=MUTED, linewidth=0.6)
+        axis.set_xlabel("block id in the pool")
+        counts = frame["state"].value_counts()
+        said.append(
+            f"{label}: "
+            + ", ".join(f"{counts[s]} pages {PAGE_STATES[s][1]}" for s in PAGE_STATES if s in counts)
+        )
+    axes[0][0].set_yticks(
+        [(a + b) / 2 for a, b in edges.tolist()], [_group_label(first, g) for g in edges.index]
+    )
+    for axis in axes[0]:
+        axis.tick_params(axis="y", length=0)
+    axes[0][0].set_ylabel("groups, a line a layer")
+    page_legend(figure, sorted(drawn), columns=3)
+    figure.alt = f"{title}. Map of {len(row_of)} layers by {num_blocks} blocks. " + "; ".join(said) + "."
+    return figure
+
+
+def _group_label(frame, group: int) -> str:
+    if "kind" not in frame:
+        return f"group {group}"
+    row = frame[frame["group"] == group].iloc[0]
+    return f"{group} · {str(row['kind']).replace('_', ' ')}"
+
+
+# -- the notebooks' charts -------------------------------------------------------------------------
+
+#: column of a sweep → what the waste is called
+WASTE = {
+    "waste_padding_layers": "padding layers",
+    "waste_padded_pages": "padded pages",
+    "waste_last_block": "behind the last token",
+    "waste_reserve": "kept for tokens in flight",
+    "waste_null_block": "null block",
+    "waste_tail": "left over",
+}
+
+
+def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
+    """Coverage against the ratio of the groups' block sizes: with the fault, without it, and its worst
+    group.
+    """
+    import pandas as pd
+
+    kept = ["block_size_ratio", "share", "connector"]
+    good, bad = table[table["fault"].isna()], table[table["fault"].notna()]
+    frame = pd.concat(
+        [
+            good.assign(share=good["coverage"], connector="each group's own block size")[kept],
+            bad.assign(share=bad["coverage"], connector="one block size for all: all groups")[kept],
+            bad.assign(
+                share=bad["worst_group_coverage"], connector="one block size for all: the worst group"
+            )[kept],
+        ]
+    )
+    return lines(
+        frame,
+        "block_size_ratio",
+        "share",
+        "connector",
+        name="coverage-by-block-ratio",
+        title=title,
+        subtitle=subtitle,
+        x_label="largest block size of a group over the smallest",
+        y_label="pages read that were filled",
+        percent=True,
+    )
+
+
+def waste(table, by: str, title: str, subtitle: str = "", name: str = "waste") -> Chart:
+    """Share of the memory that holds nothing anybody reads, by cause: a bar a value of ``by``."""
+    frame = table[table["status"] == "ok"]
+    shown = {c: label for c, label in WASTE.items() if (frame[c] > 0.0005).any()} or {
+        "waste_tail": "left over"
+    }
+    return bars(
+        frame,
+        by,
+        shown,
+        name=name,
+        title=title,
+        subtitle=subtitle,
+        x_label="share of the memory",
+        stacked=True,
+        percent=True,
+    )
+
+
+@styled
+def waste_panels(
+    table, by: str, title: str, subtitle: str = "", panel: str = "model", name: str = "waste"
+) -> Chart:
+    """Waste by cause, a panel a model, a bar a value of ``by``."""
+    categories = list(dict.fromkeys(table[by].astype(str)))
+    panels = list(dict.fromkeys(table[panel].astype(str)))
+    used = {c: label for c, label in WASTE.items() if (table[c].fillna(0) > 0.0005).any()}
+    figure, axes = chart(
+        name,
+        title,
+        columns=len(panels),
+        subtitle=subtitle,
+        sharey=True,
+        sharex=True,
+        squeeze=False,
+        size=(8.6, 1.95 + 0.36 * len(categories)),
+    )
+    said = []
+    for axis, label in zip(axes[0], panels):
+        rows = {str(row[by]): row for row in table[table[panel].astype(str) == label].to_dict("records")}
+        totals = []
+        for place, category in enumerate(categories):
+            left = 0.0
+            for i, column in enumerate(used):
+                share = value_of(rows.get(category), column) or 0.0
+                axis.barh(
+                    place,
+                    share,
+                    0.72,
+                    left=left,
+                    color=PALETTE[i],
+                    label=used[column] if place == 0 else None,
+                )
+                left += share
+            ok = value_of(rows.get(category), "waste_tail") is not None
+            text = share_text(left) if ok else ("refused" if category in rows else "")
+            axis.annotate(
+                text,
+                (left, place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+                color=INK if ok else MUTED,
+            )
+            totals.append(f"{category} {text}")
+        axis.set_title(label)
+        axis.set_xlim(0, 1.25)
+        axis.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+        said.append(f"{label}: {', '.join(totals)}")
+    axes[0][0].set_yticks(range(len(categories)), categories)
+    axes[0][0].set_ylim(len(categories) - 0.4, -0.6)
+    axes[0][0].set_ylabel(by.replace("_", " "))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=len(used))
+    figure.alt = (
+        f"{title}. Stacked bars, share of the memory: {', '.join(used.values())}. " + "; ".join(said) + "."
+    )
+    return figure
+
+
+def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
+    """Total waste against the block size in use, a line a model."""
+    frame = table[table["status"] == "ok"].copy()
+    frame["waste"] = frame[list(WASTE)].sum(axis=1)
+    frame = frame.drop_duplicates(["model", "block_in_use"])
+    return lines(
+        frame,
+        "block_in_use",
+        "waste",
+        "model",
+        name="waste-by-block-size",
+        title=title,
+        subtitle=subtitle,
+        x_label="block size in use (tokens)",
+        y_label="share of the memory",
+        percent=True,
+    )
+
+
+def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Chart:
+    """Requests that fit against their length, a line a value of ``series``; both axes logarithmic."""
+    frame = table[table["status"] == "ok"].copy()
+    frame["length"] = frame["context"].astype("string").astype("Int64")
+    return lines(
+        frame,
+        "length",
+        "concurrency",
+        series,
+        name="capacity",
+        title=title,
+        subtitle=subtitle,
+        x_label="tokens of each request",
+        y_label="requests that fit at once",
+        log_y=True,
+    )
+
+
+def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Chart:
+    """Requests that fit with a smaller KV cache type over those with the model's own, against their
+    length.
+    """
+    frame = table[table["status"] == "ok"].assign(length=table["context"].astype("string").astype("Int64"))
+    wide = frame.pivot(index=["model", "length"], columns="kv_cache_dtype", values="concurrency")
+    gain = (wide[small] / wide["auto"]).rename("gain").reset_index()
+    order = {model: i for i, model in enumerate(dict.fromkeys(frame["model"]))}
+    gain = gain.sort_values("model", key=lambda names: names.map(order), kind="stable")
+    return lines(
+        gain,
+        "length",
+        "gain",
+        "model",
+        name="dtype-gain",
+        title=title,
+        subtitle=subtitle,
+        x_label="tokens of each request",
+        y_label=f"requests with {small} / without",
+        limit=(2.0, "half the bytes: 2x"),
+    )
+
+
+def latency(
+    table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency"
+) -> Chart:
+    """Median decode step against ``x`` with its quartiles, and dashed what the memory needs, a line a
+    ``series``.
+    """
+    frame = table[table["status"] == "ok"].copy()
+    for column in ("median_s", "q1_s", "q3_s", "limit_s"):
+        frame[column.replace("_s", "_ms")] = 1e3 * frame[column]
+    figure = lines(
+        frame,
+        x,
+        "median_ms",
+        series,
+        name=name,
+        title=title,
+        subtitle=subtitle,
+        y_label="one decode step (ms)",
+        x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "),
+        spread=("q1_ms", "q3_ms"),
+    )
+    for i, (_, part) in enumerate(frame.groupby(series, sort=False)):
+        part = part.sort_values(x)
+        figure.axes[0].plot(
+            part[x].astype(float), part["limit_ms"].astype(float), "--", color=PALETTE[i], linewidth=1
+        )
+    return figure
+
+
+def limit_share(
+    table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "limit-share"
+) -> Chart:
+    """Share of the memory's speed that a step reaches, against ``x``."""
+    frame = table[table["status"] == "ok"]
+    return lines(
+        frame,
+        x,
+        "limit_share",
+        series,
+        name=name,
+        title=title,
+        subtitle=subtitle,
+        y_label="of this machine's measured limit",
+        x_label="block size in use (tokens)" if x == "block_in_use" else x.replace("_", " "),
+        percent=True,
+    )
+
+
+def block_growth(table, title: str, subtitle: str = "") -> Chart:
+    """Block size in use by the types of cache and state, a bar a combination (a sweep's table)."""
+    types = {"auto": "bfloat16"}
+    label = (
+        table["kv_cache_dtype"].replace(types)
+        + " cache, "
+        + table["mamba_ssm_cache_dtype"].replace(types)
+        + " states"
+    )
+    return bars(
+        table.assign(label=label),
+        "label",
+        {"block_in_use": "block size"},
+        name="block-growth",
+        title=title,
+        subtitle=subtitle,
+        x_label="tokens that one block covers",
+    )
+
+
+# -- fill and decode -------------------------------------------------------------------------------
+
+
+def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
+    """Speed of our fill and of the naive loop next to memset, by case (rows of
+    ``bench.fill.measure_case``).
+    """
+    frame = costs.assign(
+        label=costs["case"] + ", " + costs["values"],
+        ours=costs["memset_s"] / costs["ours_s"],
+        naive=costs["memset_s"] / costs["naive_s"].astype(float),
+    )
+    shown = {"ours": "one pass (ours)", "naive": "naive loop"}
+    if costs["vllm_s"].notna().any():
+        frame["vllm"] = costs["memset_s"] / costs["vllm_s"].astype(float)
+        shown["vllm"] = "vLLM's own worker"
+    return bars(
+        frame,
+        "label",
+        shown,
+        name="fill-costs",
+        title=title,
+        subtitle=subtitle,
+        x_label="of memset's speed",
+        percent=True,
+    )
+
+
+def by_fault(
+    table, column: str, *, name: str, title: str, subtitle: str = "", x_label: str = "", percent: bool = False
+) -> Chart:
+    """A bar a fault (a sweep's table), the connector as it should be first."""
+
+    label = [f"{f} {FAULTS[f].name}" if isinstance(f, str) else "no fault" for f in table["fault"]]
+    return bars(
+        table.assign(label=label),
+        "label",
+        {column: column},
+        name=name,
+        title=title,
+        subtitle=subtitle,
+        x_label=x_label,
+        percent=percent,
+        as_text=bytes_text if column.endswith("bytes") else None,
+    )
+
+
+def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
+    """One resident step, and the same step with the fill inside it (rows of a sweep at decode level)."""
+    import pandas as pd
+
+    row = table[table["status"] == "ok"].iloc[0]
+    frame = pd.DataFrame(
+        {
+            "what": ["the resident step", "a step with the fill inside"],
+            "step": [1e3 * row["median_s"]] * 2,
+            "fill": [0.0, 1e3 * row["fill_seconds"]],
+        }
+    )
+    return bars(
+        frame,
+        "what",
+        {"step": "decode step", "fill": "fill"},
+        name="fill-and-step",
+        title=title,
+        subtitle=subtitle,
+        x_label="milliseconds",
+        stacked=True,
+        as_text=lambda v: f"{v:.3g} ms",
+    )
+
+
+def by_kind(table, title: str, subtitle: str = "") -> Chart:
+    """Cost of one layer of each kind (rows of ``decode.latency_table``), next to what the memory needs for
+    it.
+    """
+    frame = table[(table["kind"] != "step") & table["median_s"].notna()].copy()
+    frame["label"] = frame["model"] + " · " + frame["kind"].str.replace("_", " ")
+    frame["measured"] = 1e3 * frame["median_s"] / frame["layers"]
+    frame["needed"] = 1e3 * frame["limit_s"] / frame["layers"]
+    return bars(
+        frame,
+        "label",
+        {"measured": "measured", "needed": "what the memory needs"},
+        name="by-kind",
+        title=title,
+        subtitle=subtitle,
+        x_label="one layer of one decode step (ms)",
+        as_text=lambda v: f"{v:.3g} ms",
+    )
+
+
+# -- the real engine -------------------------------------------------------------------------------
+
+
+def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
+    """Coverage by model and kind of group for each connector (a stored ``vllm.real_engine``), first setting."""
+    frame = table[table["setting"] == table["setting"].iloc[0]]
+    frame = (
+        frame.groupby(["model", "kind", "connector"], sort=False)[["required", "filled", "zeroed"]]
+        .sum()
+        .reset_index()
+    )
+    frame["coverage"] = (frame["filled"] + frame["zeroed"]) / frame["required"]
+    wide = frame.pivot(index=["model", "kind"], columns="connector", values="coverage").reset_index()
+    wide["label"] = wide["model"] + " · " + wide["kind"].str.replace("_", " ")
+    shown = {name: name for name in dict.fromkeys(table["connector"])}
+    return bars(
+        wide,
+        "label",
+        shown,
+        name="engine-coverage",
+        title=title,
+        subtitle=subtitle,
+        percent=True,
+        x_label="of the pages that the first decode step reads",
+    )
+
+
+def engine_steps(latency):
+    """One row a model, context and way of admission: seconds of admitting, median of the resident steps."""
+    import pandas as pd
+
+    rows = []
+    for keys, part in latency.groupby(["model", "context", "admission"], sort=False):
+        decode = part.loc[part["phase"] == "decode", "seconds"]
+        rows.append(
+            dict(zip(("model", "context", "admission"), keys))
+            | {"admit_s": part.loc[part["phase"] == "admit", "seconds"].sum()}
+            | {"decode_s": decode.median(), "q1_s": decode.quantile(0.25), "q3_s": decode.quantile(0.75)}
+            | {"steps": len(decode)}
+        )
+    return pd.DataFrame(rows)

@@ -1,0 +1,153 @@
+"""bench fill: cases that are what their names say, and three ways to fill that leave the same bytes."""
+
+import json
+
+import pytest
+import torch
+
+from decodebench.cache.tensors import allocate
+from decodebench.cache.values import Constant, Normal
+from decodebench.layout.grouping import KVCacheGroupSpec
+from decodebench.layout.plan import from_groups, plan
+from decodebench.models.specs import FullAttentionSpec, MambaSpec
+from decodebench.study import bench_fill as bench
+
+
+def small_layout(num_blocks, num_layers=2):
+    """One group of small pages, in place of 64 KiB ones."""
+    spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=16, dtype="bfloat16")
+    names = tuple(f"layers.{i}.attn" for i in range(num_layers))
+    return from_groups((KVCacheGroupSpec(names, (spec,) * num_layers, spec),), num_blocks + 1)
+
+
+def small_hybrid(num_blocks=20):
+    state = MambaSpec(
+        block_size=4096, shapes=((3, 8), (16, 4)), dtypes=("bfloat16", "float32"), page_size_padded=512
+    )
+    attention = FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=16, dtype="bfloat16")
+    groups = tuple(
+        KVCacheGroupSpec((f"{name}0", f"{name}1"), (spec, spec), spec)
+        for name, spec in (("mamba", state), ("attn", attention))
+    )
+    return from_groups(groups, num_blocks, max_model_len=33)
+
+
+def test_pages_are_64_kib_and_the_cache_is_2_gib():
+    layout = bench.attention_layout(1024)
+    assert len(layout.layer_names) == 32 and layout.num_blocks == 1025
+    assert layout.groups[0].layer_specs[0].page_size_bytes == 64 << 10
+    assert (layout.num_blocks - 1) * layout.groups[0].bytes_per_block == 2 << 30
+
+
+def test_cases_are_what_their_names_say():
+    cases = {case.name: case for case in bench.attention_cases(1024, seed=3)}
+    rows = {name: [request[0] for request in case.requests] for name, case in cases.items()}
+    assert cases["contiguous"].rows(0) == tuple(range(1, 1025))
+    assert all(table == tuple(range(table[0], table[0] + 128)) for table in rows["contiguous"])
+    assert len(cases["half scattered"].rows(0)) == 512
+    assert [len(t) for t in rows["16 requests x 4 scattered"]] == [4] * 16
+    assert len(cases["16 requests x 4 scattered"].rows(0)) == 64
+    assert [len(t) for t in rows["256 requests x 4"]] == [4] * 256
+    assert cases["256 requests x 4"].rows(0) == tuple(range(1, 1025))
+    assert (
+        len(rows["256 requests share 16 blocks"]) == 256
+        and len(set(rows["256 requests share 16 blocks"])) == 1
+    )
+
+
+def test_the_hybrid_case_is_nemotron_h_at_its_full_length():
+    layout = plan("nemotron-h-8b", memory="40GiB").with_num_blocks(128)
+    case = bench.hybrid_case(layout, 8)
+    attention = next(g for g, group in enumerate(layout.groups) if group.kind == "full_attention")
+    # 8,192 tokens: 8,191 stood in for, in blocks of 1,040
+    assert len(case.rows(attention)) == 8 * 8
+    assert all(len(case.rows(g)) == 8 for g in range(len(layout.groups)) if g != attention)
+    ids = [row for request in case.requests for table in request for row in table]
+    assert len(ids) == len(set(ids)) and min(ids) == 1 and max(ids) < layout.num_blocks
+
+
+@pytest.mark.parametrize("layout", [small_layout(64), small_hybrid()], ids=["attention", "hybrid"])
+def test_the_naive_loop_leaves_the_bytes_that_ours_leaves(layout):
+    cases = bench.attention_cases(64, 0) if len(layout.groups) == 1 else [bench.hybrid_case(layout, 3)]
+    for case in cases:
+        ours, naive = allocate(layout), allocate(layout)
+        bench.our_fill(ours, case, Constant(0.5))()
+        bench.naive_fill(naive, case, Constant(0.5))()
+        assert torch.equal(ours.storage, naive.storage)
+        bench.check(ours, case, Constant(0.5), bench.our_fill(ours, case, Constant(0.5)))
+
+
+def test_the_naive_normal_loop_writes_the_same_rows():
+    layout = small_hybrid()
+    case = bench.hybrid_case(layout, 3)
+    naive = allocate(layout)
+    bench.naive_fill(naive, case, Normal())()
+    for group, part in ((0, 0), (0, 1), (1, 0)):
+        [(_, view)] = naive.group_flat(group, part)
+        assert view[:, list(case.rows(group))].isfinite().all()
+
+
+def test_a_fill_that_misses_a_row_stops_the_benchmark():
+    layout = small_layout(64)
+    case, cache = bench.attention_cases(64, 0)[0], allocate(layout)
+    short = bench.Case("short", case.requests[:-1])
+    with pytest.raises(AssertionError, match="contiguous"):
+        bench.check(cache, case, Constant(), bench.our_fill(cache, short, Constant()))
+    with pytest.raises(AssertionError, match="short"):
+        bench.check(cache, short, Constant(), bench.our_fill(cache, case, Constant()))
+
+
+def test_repeats_are_interleaved_and_the_first_is_not_counted():
+    calls = []
+    seconds = bench.interleaved(
+        {name: lambda name=name: calls.append(name) for name in "ab"}, 3, torch.device("cpu")
+    )
+    assert "".join(calls) == "abababab" and set(seconds) == {"a", "b"}
+
+
+@pytest.fixture(scope="module")
+def small_run():
+    """The whole benchmark on small pages (its figures mean nothing)."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(bench, "attention_layout", small_layout)
+    patch.setattr(bench, "plan", lambda *_, **__: small_hybrid())
+    patch.setattr(bench, "vllm_fill", lambda *_: None)
+    yield bench.run(quick=True)
+    patch.undo()
+
+
+def test_every_case_has_its_row_with_ratios(small_run):
+    names = {(row["case"], row["values"]) for row in small_run["fill"]}
+    assert len(names) == len(small_run["fill"]) == 2 * 6
+    for row in small_run["fill"]:
+        assert row["bytes"] > 0 and row["of_memset"] == row["memset_s"] / row["ours_s"]
+        assert row["vs_vllm"] is None
+    naive = {(row["case"], row["values"]) for row in small_run["fill"] if row["naive_s"]}
+    assert ("contiguous", "normal") in naive and ("256 requests share 2 blocks", "constant") in naive
+    assert {floor["floor"].split(",")[0] for floor in small_run["floors"]} >= {"constant", "normal"}
+    assert small_run["provenance"]["settings"] == {"num_blocks": 128, "repeats": 3, "quick": True}
+    json.dumps(small_run)
+
+
+def test_the_table_names_every_case_and_floor(small_run):
+    text = bench.table(small_run)
+    for row in small_run["fill"]:
+        assert row["case"] in text
+    assert text.count("met   ") + text.count("MISSED") == len(small_run["floors"])
+    assert max(map(len, text.splitlines())) < 120
+
+
+def test_floors_are_judged_by_ratios(small_run):
+    def judged(of_memset, vs_naive, one_of_many, of_read):
+        rows = [{**row, "of_memset": of_memset, "vs_naive": vs_naive} for row in small_run["fill"]]
+        sharing = [{"values": "normal", "one_of_many": one_of_many}]
+        found = bench.floors(rows, sharing, [{"values": "normal", "of_read": of_read}])
+        return {floor["floor"] for floor in found if floor["met"]}, len(found)
+
+    met, count = judged(0.9, 50.0, 0.95, 0.6)
+    assert len(met) == count
+    met, _ = judged(0.8, 2.0, 0.5, 0.4)
+    assert met == {
+        f"normal, {case}: share of memset"
+        for case in ("contiguous", "half scattered", "16 requests x 4 scattered")
+    }
