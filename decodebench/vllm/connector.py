@@ -18,9 +18,10 @@ from vllm.logger import init_logger
 
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
 from decodebench.layout.pool import RequestBlocks
+from decodebench.vllm.compat import check_version
 from decodebench.vllm.launch import request_amx
 from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
-from decodebench.vllm.options import Options, check_version, parse
+from decodebench.vllm.options import Options, parse
 from decodebench.vllm.stats import DecodeBenchStats
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 
@@ -73,6 +74,10 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # -- scheduler -------------------------------------------------------------------------------
+
+    def get_loaded_kv_cache_group_ids(self, request) -> tuple[int, ...]:
+        """All of them: where a group is left out, vLLM computes its last window again."""
+        return self._kv_cache_config.transfer_group_ids
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
         # a preempted request lost its blocks, however much of them the prefix cache gives back

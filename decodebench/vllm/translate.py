@@ -18,6 +18,7 @@ from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
 from decodebench.layout.placement import KVCacheTensor
 from decodebench.models import specs
+from decodebench.vllm import compat
 
 
 class UnknownToDecodebench(errors.DecodebenchError):
@@ -108,8 +109,8 @@ def spec_of(
     shared = {
         "block_size": spec.block_size,
         "page_size_padded": getattr(spec, "page_size_padded", None),
-        "dcp_sharded": getattr(spec, "dcp_sharded", isinstance(spec, v.FullAttentionSpec)),
-        "block_stride_alignment": getattr(spec, "get_block_stride_alignment", lambda: getattr(spec, "block_stride_alignment", None) or 1)(),
+        "dcp_sharded": compat.dcp_sharded(spec),
+        "block_stride_alignment": compat.block_stride_alignment(spec),
     }
     if isinstance(spec, v.MambaSpec):
         return specs.MambaSpec(
