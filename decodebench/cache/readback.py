@@ -60,7 +60,8 @@ def inspect_rows(
     layers = cache.layout.groups[group].layer_names
     first = cache.layout.layer_index[layers[0]]
     shape = (len(layers), cache.layout.num_blocks_of(group))
-    filled, zero, poison, plain = (torch.ones(shape, dtype=torch.bool) for _ in range(4))
+    filled, zero, poison = (torch.ones(shape, dtype=torch.bool) for _ in range(3))
+    plain = torch.zeros(shape, dtype=torch.bool)  # rows with at least one part of plain numbers
     spans = cache.spans(group)
     values.prepare(value_dtypes([spans], values), cache.device)
     look = torch.as_tensor([True] * shape[1] if blocks is None else blocks, dtype=torch.bool)
@@ -69,7 +70,7 @@ def inspect_rows(
         source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
         for states, found in zip((filled, zero, poison), _inspect_span(span, source, look)):
             states[index] &= found
-        plain[index] &= not span.part.zeros_only
+        plain[index] |= not span.part.zeros_only
     padding = _inspect_padding(cache, layers, shape)
     states = torch.full(shape, WRONG, dtype=torch.int8)
     states[poison & (padding == UNTOUCHED)] = UNTOUCHED
@@ -156,7 +157,8 @@ def _inspect_padding(cache: Cache, layers: Sequence[str], shape: tuple[int, int]
     """int8 [L, num_blocks]: what the bytes between and behind the parts of each page hold."""
     states = torch.full(shape, UNTOUCHED, dtype=torch.int8)
     for i, layer in enumerate(layers):
-        if cache.page_places[layer] is None:
+        place = cache.page_places[layer]
+        if place is None or place.pieces > 1:  # no padding between or behind pieces
             continue
         page, end, gaps = cache.pages(layer), 0, []
         for part in sorted(cache.parts(layer), key=lambda part: part.offset):

@@ -25,6 +25,9 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "int8": 1,
     "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
 }
 
 
@@ -174,6 +177,8 @@ class AttentionSpec(KVCacheSpec):
     packed: str | None = None
     state_content_bytes: int | None = None
     tokens_per_state: int = 1
+    #: slots that a kernel keeps a page's heads in where that is not one a KV head (2: keys, then values)
+    num_head_slots: int | None = None
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
@@ -193,6 +198,11 @@ class AttentionSpec(KVCacheSpec):
         return self.block_size // self.tokens_per_state
 
     @property
+    def head_slots(self) -> int:
+        """Heads of the page as kernels see it: H of ``[B, H, N, C]``."""
+        return self.num_head_slots or self.num_kv_heads
+
+    @property
     def entry_bytes(self) -> int:
         """Bytes of one head's entry: its key and its value."""
         if self.state_content_bytes is not None:
@@ -206,8 +216,8 @@ class AttentionSpec(KVCacheSpec):
     def parts(self) -> tuple[PagePart, ...]:
         if self.packed is not None:
             return (PagePart("packed", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
-        shape = (self.entries_per_block, self.num_kv_heads, self.head_size + self.head_size_v)
-        return (PagePart("kv", shape, self.dtype),)
+        width = self.num_kv_heads * (self.head_size + self.head_size_v) // self.head_slots
+        return (PagePart("kv", (self.entries_per_block, self.head_slots, width), self.dtype),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,6 +408,9 @@ class MambaSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         if len(self.shapes) != len(self.dtypes):
             raise SpecError(f"state layer with {len(self.shapes)} shapes and {len(self.dtypes)} dtypes")
+        unknown = next((dtype for dtype in self.dtypes if dtype not in DTYPE_BYTES), None)
+        if unknown is not None:
+            raise SpecError(f"state layer of {unknown!r}: known are {', '.join(DTYPE_BYTES)}")
         if any(d < 1 for shape in self.shapes for d in shape):
             raise SpecError(f"state layer with an empty shape among {self.shapes}")
         super().__post_init__()
@@ -412,8 +425,12 @@ class MambaSpec(KVCacheSpec):
             names = tuple(f"state_{i}" for i in range(len(self.shapes)))
         parts, offset = [], 0
         for name, shape, dtype in zip(names, self.shapes, self.dtypes):
-            parts.append(PagePart(name, shape, dtype, offset))
-            offset += parts[-1].nbytes
+            size = prod(shape) * DTYPE_BYTES[dtype]
+            # integers are positions in a ring, not values
+            integers = "int" in dtype
+            part = PagePart(name, (size,), "uint8", offset, True) if integers else PagePart(name, shape, dtype, offset)
+            parts.append(part)
+            offset += size
         return tuple(parts)
 
     def _same_slots(self, other: KVCacheSpec) -> bool:

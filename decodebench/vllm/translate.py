@@ -133,14 +133,14 @@ def _attention_kind(spec: v.KVCacheSpec, layer: str, max_encoder_tokens: int) ->
         "sliding_window": getattr(spec, "sliding_window", None),
         "attention_chunk_size": getattr(spec, "attention_chunk_size", None),
     }
+    if compat.is_ring(spec):
+        return {"class": specs.CircularBufferSpec}
     if isinstance(spec, v.SlidingWindowMLASpec):
         return {"class": specs.SlidingWindowMLASpec, "sliding_window": spec.sliding_window}
     if isinstance(spec, v.SlidingWindowSpec):
         return {"class": specs.SlidingWindowSpec, "sliding_window": spec.sliding_window}
     if isinstance(spec, v.ChunkedLocalAttentionSpec):
         return {"class": specs.ChunkedLocalAttentionSpec, "attention_chunk_size": spec.attention_chunk_size}
-    if isinstance(spec, v.CircularBufferSpec):
-        return {"class": specs.CircularBufferSpec}
     if isinstance(spec, v.CrossAttentionSpec):
         return {"class": specs.CrossAttentionSpec, "max_encoder_tokens": max_encoder_tokens}
     if isinstance(spec, v.MLAAttentionSpec):
@@ -160,8 +160,7 @@ def _attention_fields(spec: v.AttentionSpec, layer: str, cache_dtype: str) -> di
             f"layer {layer!r} stores {1 / spec.tokens_per_state} states a token: not supported"
         )
     cache_dtype = getattr(spec, "cache_dtype_str", None) or cache_dtype
-    dtype, dense = dtype_name(spec.dtype), spec.state_content_bytes is None
-    packed = None
+    dtype, packed, dense = dtype_name(spec.dtype), None, _is_dense(spec)
     if dense and spec.kv_quant_mode == v.KVQuantMode.FP8_PER_TENSOR and cache_dtype in FP8_DTYPES:
         dtype = FP8_DTYPES[cache_dtype]
         if dtype == "float8_e4m3fn" and current_platform.fp8_dtype() != torch.float8_e4m3fn:
@@ -170,14 +169,24 @@ def _attention_fields(spec: v.AttentionSpec, layer: str, cache_dtype: str) -> di
         # scales between the numbers, or bytes whose format nothing declares
         packed = cache_dtype if cache_dtype != "auto" else f"{spec.kv_quant_mode.name.lower()} {dtype}"
     return {
-        "num_kv_heads": spec.num_heads,
+        "num_kv_heads": spec.num_heads if packed else spec.num_kv_heads,
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,
         "dtype": dtype,
         "packed": packed,
         "state_content_bytes": spec.state_content_size_bytes if packed else None,
         "tokens_per_state": int(spec.tokens_per_state),
+        "num_head_slots": None if packed or spec.num_heads == spec.num_kv_heads else spec.num_heads,
     }
+
+
+def _is_dense(spec: v.AttentionSpec) -> bool:
+    """Whether an entry holds its keys and values and no byte more, in whatever order of heads.
+
+    Some kernels keep keys and values in two slots (``num_head_slots``): plain numbers all the same.
+    """
+    content = spec.num_kv_heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    return spec.num_heads * spec.state_content_size_bytes == content
 
 
 def owned_groups(layout: Layout) -> tuple[Layout, tuple[int, ...]]:
