@@ -6,7 +6,7 @@ SETUP := .venv/.ready
 
 # the active environment if all of it is installed there (a conda user's), else our own;
 # asked from / so that the checkout itself does not count as an installation
-NEEDED := decodebench torch jupyterlab matplotlib pandas pyarrow papermill ipywidgets nbconvert tqdm pytest hypothesis
+NEEDED := decodebench torch jupyterlab matplotlib pandas pyarrow papermill ipywidgets nbconvert tqdm pytest hypothesis ruff mypy
 ACTIVE := $(shell cd / && python3 -c "from importlib.util import find_spec; print(all(map(find_spec, '$(NEEDED)'.split())))" 2>/dev/null)
 ifeq ($(ACTIVE),True)
 PY := python3
@@ -15,7 +15,7 @@ else
 PY := .venv/bin/python
 endif
 
-.PHONY: report test test-vllm lab venv clean
+.PHONY: report test test-vllm lint lab venv clean
 
 report: $(SETUP)
 	$(PY) -m decodebench report --profile $(PROFILE)
@@ -39,17 +39,23 @@ test-vllm: $(VLLM_VENV)/.ready
 	OMP_WAIT_POLICY=passive $(VLLM_VENV)/bin/python -m pytest -q tests/engine
 endif
 
+# rooms that must be free of mypy's errors; the others must not gain any
+TYPED := decodebench/models decodebench/layout decodebench/coverage decodebench/study
+
+lint: $(SETUP)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy $(TYPED)
+
 lab: $(SETUP)
 	$(PY) -m jupyterlab notebooks
 
 venv: $(SETUP)
 
-# torch first and pinned: an open range would pull a CUDA build of several gigabytes
-.venv/.ready: pyproject.toml
+.venv/.ready: pyproject.toml constraints.txt
 	python3 -c "import sys; sys.exit(sys.version_info < (3, 11) and 'decodebench needs Python 3.11 or newer')"
 	test -x .venv/bin/python || python3 -m venv .venv
-	.venv/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
-	.venv/bin/python -m pip install -q --disable-pip-version-check -e ".[test]"
+	.venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
 $(VLLM_VENV)/.ready: pyproject.toml tests/engine/install.py

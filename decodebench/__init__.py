@@ -9,6 +9,7 @@ Names are imported on first use, so that planning a layout loads neither torch n
 from importlib import import_module
 
 from decodebench._version import __version__ as __version__
+from decodebench.errors import MissingExtra
 
 #: public name → the file it lives in, under this package; for a module: its room
 _HOME = {
@@ -17,6 +18,12 @@ _HOME = {
     "list_models": "models.load",
     "plan": "layout.plan",
     "compare": "layout.compare",
+    "machine": "forecast.machines",
+    "list_machines": "forecast.machines",
+    "bound": "forecast.bound",
+    "judge": "forecast.judge",
+    "judge_all": "forecast.judge",
+    "predict": "forecast.predict",
     "Request": "layout.pool",
     "KVCacheManager": "layout.pool",
     "admit": "layout.pool",
@@ -39,9 +46,12 @@ def __getattr__(name: str):
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'decodebench' has no attribute {name!r}")
-    if home in ("study", "show"):
-        return import_module(f"decodebench.{home}.{name}")
-    return getattr(import_module(f"decodebench.{home}"), name)
+    try:
+        if home in ("study", "show"):
+            return import_module(f"decodebench.{home}.{name}")
+        return getattr(import_module(f"decodebench.{home}"), name)
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(error, f"decodebench.{name}") or error from None
 
 
 def __dir__() -> list[str]:

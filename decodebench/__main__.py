@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from decodebench.errors import DecodebenchError
+from decodebench.errors import DecodebenchError, MissingExtra
 
 #: command → (module, function that adds arguments, function that runs it, one line of help)
 COMMANDS = {
@@ -19,6 +19,18 @@ COMMANDS = {
         "add_plan_arguments",
         "plan_command",
         "the layout of a model's cache",
+    ),
+    "bound": (
+        "decodebench.forecast.command",
+        "add_bound_arguments",
+        "bound_command",
+        "the floor of a decode step that no engine can beat",
+    ),
+    "judge": (
+        "decodebench.forecast.command",
+        "add_judge_arguments",
+        "judge_command",
+        "a measured figure against its floor",
     ),
     "sweep": (
         "decodebench.study.sweep",
@@ -59,15 +71,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = " ".join(argv[:2]) if argv[:1] == ["bench"] else "".join(argv[:1])
     if name not in COMMANDS:
         listing = "\n".join(f"  {command:14s} {spec[3]}" for command, spec in COMMANDS.items())
-        print(f"usage: python -m decodebench COMMAND …\n\n{listing}\n\nCOMMAND --help tells more.")
+        print(f"usage: decodebench COMMAND …\n\n{listing}\n\nCOMMAND --help tells more.")
         return 0 if name in ("-h", "--help") else 2
     module_name, add_arguments, run, help_line = COMMANDS[name]
-    module = import_module(module_name)
-    parser = Parser(prog=f"python -m decodebench {name}", description=help_line)
-    getattr(module, add_arguments)(parser)
-    arguments = parser.parse_args(argv[len(name.split()) :])
     try:
+        module = import_module(module_name)
+        parser = Parser(prog=f"decodebench {name}", description=help_line)
+        getattr(module, add_arguments)(parser)
+        arguments = parser.parse_args(argv[len(name.split()) :])
         return getattr(module, run)(arguments) or 0
+    except ModuleNotFoundError as error:
+        missing = MissingExtra.of(error, name)
+        if missing is None:
+            raise
+        print(f"decodebench: {missing}", file=sys.stderr)
+        return 2
     except DecodebenchError as error:
         print(f"decodebench: {error}".replace("\n", " "), file=sys.stderr)
         return 2

@@ -10,8 +10,8 @@ _SHARES = ("coverage", "share", "waste", "_loss")
 
 
 def plain_number(value, column: str = "") -> str:
-    """A number as people read it: thousands apart, three digits, shares in percent, bytes and seconds with
-    units.
+    """A number as people read it: thousands apart, three digits, shares in
+    percent, bytes and seconds with units.
     """
     if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, str):
         return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
@@ -28,8 +28,8 @@ def plain_number(value, column: str = "") -> str:
 
 
 def share_text(share: float) -> str:
-    """A share in percent that says 100 % only where nothing is missing, and 0 % only where nothing is
-    there.
+    """A share in percent that says 100 % only where nothing is missing, and 0
+    % only where nothing is there.
     """
     if share in (0, 1):
         return f"{share:.0%}"

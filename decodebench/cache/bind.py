@@ -9,7 +9,7 @@ import torch
 
 from decodebench.cache.tensors import Cache, CacheMismatch, Place, _page_part, torch_dtype
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, PagePart
+from decodebench.models.specs import KVCacheSpec, PagePart
 from decodebench.words import some
 
 
@@ -117,7 +117,7 @@ def _bind_sides(
 def _side(spec: KVCacheSpec, count: int, heads: bool) -> PagePart | None:
     """One of ``count`` equal sides of an attention page; None where the page has no such sides."""
     whole = spec.parts()[0]
-    if not isinstance(spec, AttentionSpec) or (heads and count != spec.head_slots):
+    if spec.holds_state or (heads and count != spec.head_slots):
         return None
     if whole.zeros_only:
         size, rest = divmod(whole.nbytes, count)
@@ -207,7 +207,7 @@ def _pieces_of(places: Sequence[Place]) -> Place | None:
 
 def _is_logical(spec: KVCacheSpec, tensors: Sequence[torch.Tensor], num_blocks: int) -> bool:
     """Whether the engine's tensor already is [blocks, heads, entries, width] of plain numbers."""
-    if not isinstance(spec, AttentionSpec) or len(tensors) != 1 or spec.parts()[0].zeros_only:
+    if spec.holds_state or len(tensors) != 1 or spec.parts()[0].zeros_only:
         return False
     entries, heads, width = spec.parts()[0].shape
     if tensors[0].itemsize != torch_dtype(spec.parts()[0].dtype).itemsize:
@@ -222,7 +222,6 @@ def _byte_offset(tensor: torch.Tensor) -> int:
 def _mismatch(name: str, tensor: torch.Tensor, expected: str) -> CacheMismatch:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return CacheMismatch(
-        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
-        f"expected {expected}; "
-        "the layout must be planned with the engine's own model, dtype and block size"
+        f"layer {name!r}: got {dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, expected "
+        f"{expected}; the layout must be planned with the engine's own model, dtype and block size"
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from decodebench.cache.bind import bind
 from decodebench.cache.tensors import Cache
-from decodebench.cache.values import Constant, Values
+from decodebench.cache.values import Values, default_values
 from decodebench.cache.write import FillReport, fill_rows, merge_rows
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
@@ -219,7 +219,7 @@ class ConnectorWorker:
                     f"group {group} ({spec.kind}) has no layer: its blocks could not be filled"
                 )
         self.layout = layout
-        self.values = Constant() if values is None else values
+        self.values = default_values(startup_fill) if values is None else values
         self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
         self.cache: Cache | None = None
         self.counters = {

@@ -18,7 +18,7 @@ from decodebench.cache.write import FillReport, fill_rows
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK
-from decodebench.models.specs import AttentionSpec, CircularBufferSpec, MambaSpec, cdiv
+from decodebench.models.specs import cdiv
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class StatesFilledWhole(NullBlockAllowed):
     def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
             tuple(range(self.layout.num_blocks_of(group)))
-            if ids and isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec)
+            if ids and self.layout.groups[group].kv_cache_spec.holds_state
             else ids
             for group, ids in enumerate(rows)
         ]
@@ -154,14 +154,14 @@ class _OtherValues(ConnectorWorker):
 
 class StatesAsRawBytes(_OtherValues):
     def concerns(self, group: int) -> bool:
-        return isinstance(self.layout.groups[group].kv_cache_spec, MambaSpec)
+        return self.layout.groups[group].kv_cache_spec.holds_state
 
 
 class RingsFilled(_OtherValues):
     write_wrongly = _OtherValues.overwrite_pages
 
     def concerns(self, group: int) -> bool:
-        return isinstance(self.layout.groups[group].kv_cache_spec, CircularBufferSpec)
+        return self.layout.groups[group].kv_cache_spec.bookkeeping
 
 
 class Fp8CastToInteger(_OtherValues):
@@ -184,7 +184,7 @@ class KernelBlocksMistaken(ConnectorWorker):
     kernel_blocks = 4
 
     def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
-        attention = [isinstance(group.kv_cache_spec, AttentionSpec) for group in self.layout.groups]
+        attention = [not group.kv_cache_spec.holds_state for group in self.layout.groups]
         report = super().write([() if a else r for a, r in zip(attention, rows)])
         for group, group_rows in enumerate(rows):
             if not attention[group]:
@@ -249,7 +249,7 @@ class FillInsideStep(ConnectorWorker):
 
 
 def _all_but_rings(layout: Layout) -> frozenset[int]:
-    rings = (isinstance(group.kv_cache_spec, CircularBufferSpec) for group in layout.groups)
+    rings = (group.kv_cache_spec.bookkeeping for group in layout.groups)
     return frozenset(g for g, ring in enumerate(rings) if not ring)
 
 

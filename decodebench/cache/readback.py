@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from decodebench.cache import compiled_rows
 from decodebench.cache.tensors import BITS, POISON, Cache, Span, torch_dtype
 from decodebench.cache.values import (
     BLOCK_STRIDE,
     LAYER_STRIDE,
     PART_STRIDE,
-    ZEROS,
-    Constant,
     Normal,
     Tags,
     Values,
+    default_values,
     poison_number,
+    source_of,
     value_dtypes,
 )
 from decodebench.models.specs import PagePart
@@ -56,7 +57,7 @@ def inspect_rows(
     (packed formats, circular buffers) is ZEROED. Every byte is read from memory about once, some
     MiB at a time; nothing of the size of the cache is allocated.
     """
-    values = Constant() if values is None else values
+    values = default_values() if values is None else values
     layers = cache.layout.groups[group].layer_names
     first = cache.layout.layer_index[layers[0]]
     shape = (len(layers), cache.layout.num_blocks_of(group))
@@ -65,13 +66,19 @@ def inspect_rows(
     spans = cache.spans(group)
     values.prepare(value_dtypes([spans], values), cache.device)
     look = torch.as_tensor([True] * shape[1] if blocks is None else blocks, dtype=torch.bool)
-    for span in spans:
+    compiled = cache.device.type == "cpu" and compiled_rows.why_not() is None
+    inspect_spans, inspect_gaps = (_judge_spans, _judge_gaps) if compiled else (_inspect_spans, _inspect_gaps)
+    for span, seen in zip(spans, inspect_spans(spans, values, look)):
         index = slice(span.first_layer - first, span.first_layer - first + span.view.shape[0])
-        source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
-        for states, found in zip((filled, zero, poison), _inspect_span(span, source, look)):
+        for states, found in zip((filled, zero, poison), seen):
             states[index] &= found
         plain[index] |= not span.part.zeros_only
-    padding = _inspect_padding(cache, layers, shape)
+    padding = torch.full(shape, UNTOUCHED, dtype=torch.int8)
+    gaps = [list(_gaps(cache, layer)) for layer in layers]
+    if any(gaps):
+        zeros, poisoned = inspect_gaps(gaps, shape, look)
+        padding[~poisoned] = WRONG
+        padding[zeros & ~poisoned] = ZEROED
     states = torch.full(shape, WRONG, dtype=torch.int8)
     states[poison & (padding == UNTOUCHED)] = UNTOUCHED
     states[zero] = ZEROED
@@ -80,10 +87,58 @@ def inspect_rows(
     return RowStates(states, padding)
 
 
+# -- by C++: every byte once, compared with its content as it streams by -------------------------
+
+
+def _judge_spans(
+    spans: Sequence[Span], values: Values, look: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each span bool [L, num_blocks]: rows that hold exactly the values, only zeros, only poison."""
+    ids = look.nonzero()[:, 0].contiguous()
+    rows = []
+    for span in spans:
+        source = source_of(span, values)
+        content = source.number(span.part.dtype)
+        if isinstance(source, Normal):
+            content = compiled_rows.Noise(**source.window(span))
+        rows.append(compiled_rows.Rows(span.bits, ids, content))
+    for span, r, judged in zip(spans, rows, compiled_rows.judge(rows)):
+        found = torch.zeros((span.bits.shape[0], len(look)), dtype=torch.uint8)
+        found[:, ids] = judged
+        zero, poison, equal = (
+            (found & bit) != 0 for bit in (compiled_rows.ZERO, compiled_rows.POISON, compiled_rows.EQUAL)
+        )
+        if r.content is None:
+            equal = _equal(span, source_of(span, values), ~(zero | poison) & look)
+        yield equal, zero, poison
+
+
+def _judge_gaps(
+    gaps: Sequence[Sequence[torch.Tensor]], shape: tuple[int, int], look: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [L, num_blocks] each: pages whose gaps are all zero, all poison."""
+    ids = look.nonzero()[:, 0].contiguous()
+    rows = [(i, compiled_rows.Rows(gap[None], ids, None)) for i, layer in enumerate(gaps) for gap in layer]
+    found = torch.full(shape, compiled_rows.ZERO | compiled_rows.POISON, dtype=torch.uint8)
+    for (i, _), judged in zip(rows, compiled_rows.judge([r for _, r in rows])):
+        found[i, ids] &= judged[0]
+    return (found & compiled_rows.ZERO) != 0, (found & compiled_rows.POISON) != 0
+
+
+# -- by torch: on other devices, and where no compiler is -----------------------------------------
+
 #: bytes a thread looks at together: twice for a row's smallest and largest number, which must stay in
 #: the CPU's second-level cache between the looks; once against a content, where fewer calls count for more
 LOOK_BYTES = {"cpu": 512 << 10, "cuda": 64 << 20}
 COMPARE_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+
+
+def _inspect_spans(
+    spans: Sequence[Span], values: Values, look: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """As ``_judge_spans``."""
+    for span in spans:
+        yield _inspect_span(span, source_of(span, values), look)
 
 
 def _inspect_span(
@@ -153,25 +208,30 @@ def _equal(span: Span, values: Values, rows: torch.Tensor) -> torch.Tensor:
     return largest == 0
 
 
-def _inspect_padding(cache: Cache, layers: Sequence[str], shape: tuple[int, int]) -> torch.Tensor:
-    """int8 [L, num_blocks]: what the bytes between and behind the parts of each page hold."""
-    states = torch.full(shape, UNTOUCHED, dtype=torch.int8)
-    for i, layer in enumerate(layers):
-        place = cache.page_places[layer]
-        if place is None or place.pieces > 1:  # no padding between or behind pieces
-            continue
-        page, end, gaps = cache.pages(layer), 0, []
-        for part in sorted(cache.parts(layer), key=lambda part: part.offset):
-            gaps.append(page[:, end : part.offset])
-            end = part.offset + part.nbytes
-        gaps = [gap for gap in (*gaps, page[:, end:]) if gap.shape[1]]
-        if not gaps:
-            continue
-        lows, highs = (torch.stack(side) for side in zip(*((gap.amin(1), gap.amax(1)) for gap in gaps)))
-        low, high = lows.amin(0).cpu(), highs.amax(0).cpu()
-        states[i, (low != POISON)] = WRONG
-        states[i, high == 0] = ZEROED
-    return states
+def _inspect_gaps(
+    gaps: Sequence[Sequence[torch.Tensor]], shape: tuple[int, int], look: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``_judge_gaps``."""
+    zero, poison = torch.ones(shape, dtype=torch.bool), torch.ones(shape, dtype=torch.bool)
+    for i, layer in enumerate(gaps):
+        for gap in layer:
+            zero[i] &= (gap.amax(1) == 0).cpu()
+            poison[i] &= (gap.amin(1) == POISON).cpu()
+    return zero, poison
+
+
+def _gaps(cache: Cache, layer: str) -> Iterator[torch.Tensor]:
+    """The bytes between and behind the parts of each page: uint8 ``[num_blocks, length]`` each."""
+    place = cache.page_places[layer]
+    if place is None or place.pieces > 1:  # nothing between or behind the pieces of a page
+        return
+    page, end = cache.pages(layer), 0
+    for part in sorted(cache.parts(layer), key=lambda part: part.offset):
+        if part.offset > end:
+            yield page[:, end : part.offset]
+        end = part.offset + part.nbytes
+    if page.shape[1] > end:
+        yield page[:, end:]
 
 
 def identify_row(cache: Cache, group: int, layer: int, block: int, values: Values) -> tuple[int, int] | None:

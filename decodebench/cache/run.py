@@ -5,7 +5,7 @@ from __future__ import annotations
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
 from decodebench.cache.faults import faulty_halves
 from decodebench.cache.tensors import Cache
-from decodebench.cache.values import Constant, Normal, Values, Zeros
+from decodebench.cache.values import Values, Zeros, default_values
 from decodebench.cache.write import FillReport, fill_rows, merge_rows
 from decodebench.layout.pool import Batch, zeroed_on_allocation
 
@@ -47,22 +47,21 @@ def fill_cache(
 ) -> FillReport:
     """Fill everything that the batch's next decode step reads, each group at its own blocks.
 
-    ``values``: ``Normal()`` by default, whose content tells every layer and block apart, so that
-    ``audit`` can say where a stray byte came from. ``fault`` switches one of the connector's
-    historic defects on (``decodebench.FAULTS``). ``startup_fill``: everything is written before the
-    first request comes, then the engine zeroes new blocks where it does; groups lie over each
-    other, so only a constant (the default then) is found again in all of them. The report is the
-    step's; what a startup fill wrote is not in it.
+    ``values``: ``Normal()`` by default, whose content tells every layer and block apart, so that ``audit``
+    can say where a stray byte came from. ``fault`` switches one of the connector's historic defects on
+    (``decodebench.FAULTS``). ``startup_fill``: everything is written before the first request comes, then
+    the engine zeroes new blocks where it does; groups lie over each other, so only a constant (the default
+    then) is found again in all of them. The report is the step's; what a startup fill wrote is not in it.
 
-    Raises ``DecodebenchError`` subclasses that name group, layer and block before the first byte
-    is written.
+    Raises ``DecodebenchError`` subclasses that name group, layer and block
+    before the first byte is written.
     """
     if fault is None:
-        values = (Constant() if startup_fill else Normal()) if values is None else values
+        values = default_values(startup_fill) if values is None else values
         scheduler = ConnectorScheduler(cache.layout, startup_fill)
         worker = ConnectorWorker(cache.layout, values, startup_fill)
     else:
-        scheduler, worker = faulty_halves(cache.layout, fault, Normal() if values is None else values)
+        scheduler, worker = faulty_halves(cache.layout, fault, default_values() if values is None else values)
     worker.register_kv_caches(cache)
     if worker.startup_filled:
         zero_new_blocks(cache, batch)

@@ -30,7 +30,7 @@ def small_cache(
     """A filled cache just large enough for a batch, with ``layers`` layers a group, and the batch.
 
     ``context``: tokens of every request, or a list with each request's. ``values``: as in
-    ``fill_cache``; "normal" is mean 0, standard deviation 0.5; None leaves the poison unfilled.
+    ``fill_cache``; "normal" is ``Normal()``; None leaves the poison unfilled.
     ``options`` go to ``plan`` (block_size, grouping, memory_order, kv_cache_dtype …). Raises
     ``DecodeError`` where the cache would take more than ``max_bytes``.
     """
@@ -54,5 +54,5 @@ def small_cache(
     batch = admit(layout, requests=len(lengths), context=lengths)
     cache = allocate(layout, device, initial="poison")
     if values is not None:
-        fill_cache(cache, batch, Normal(0.0, 0.5) if values == "normal" else values)
+        fill_cache(cache, batch, Normal() if values == "normal" else values)
     return cache, batch

@@ -21,7 +21,7 @@ import torch
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, PagePart
+from decodebench.models.specs import KVCacheSpec, PagePart
 from decodebench.words import some
 
 #: the byte that unfilled memory consists of: NaN in every floating dtype a cache may hold
@@ -127,6 +127,8 @@ class Cache:
     places: Mapping[str, tuple[Place, ...]]
     page_places: Mapping[str, Place | None]
     logical: Mapping[str, torch.Tensor]
+    #: what ``allocate`` wrote into every byte; None where it wrote nothing, and for an engine's memory
+    initial: str | None = None
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, layer: str) -> tuple[PagePart, ...]:
@@ -170,7 +172,7 @@ class Cache:
         place = places[index]
         rows = place.view()[0]
         spec = self.layout.layer_specs[layer]
-        if not isinstance(spec, AttentionSpec) or place.part.zeros_only:
+        if spec.holds_state or place.part.zeros_only:
             return rows.unflatten(1, place.part.shape)
         entries, heads, width = place.part.shape
         if self.layout.memory_order.index("H") < self.layout.memory_order.index("N"):
@@ -295,7 +297,7 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
             )
         pages[layer] = page
         places[layer] = tuple(replace(page, part=p, offset=offset + p.offset) for p in spec.parts())
-    return Cache(layout, storage.device, storage, places, pages, {})
+    return Cache(layout, storage.device, storage, places, pages, {}, initial)
 
 
 def free_memory(device: torch.device) -> int:

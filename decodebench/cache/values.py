@@ -209,7 +209,7 @@ class Normal(Values):
         return (block * BLOCK_STRIDE + layer * LAYER_STRIDE + part * PART_STRIDE) % self.period(dtype)
 
     def window(self, span: Span) -> dict[str, object]:
-        """The rule of the module's text for the rows of a span, as the Triton kernel takes it."""
+        """The rule of the module's text for the rows of a span, as the kernels take it."""
         dtype = span.part.dtype
         return {
             "bank": self.bank(dtype, span.bits.device),
@@ -269,8 +269,22 @@ class Tags(Values):
             yield 0, target[:, :, whole:], bits[:, :, : columns - whole]
 
 
+def source_of(span: Span, values: Values) -> Values:
+    """What a span is filled with: packed formats and circular buffers hold no plain numbers and get zeros."""
+    return ZEROS if span.part.zeros_only and not values.raw_bytes else values
+
+
 def value_dtypes(spans: Iterable[Iterable[Span]], values: Values) -> set[str]:
     """The dtypes that plain numbers are written in."""
     if values.raw_bytes:
         return set()
     return {s.part.dtype for group in spans for s in group if not s.part.zeros_only}
+
+
+def default_values(startup_fill: bool = False) -> Values:
+    """What every function fills with, and looks for, where nothing is said: normal values.
+
+    Their content tells every layer and block apart. At startup groups are written over each other, so
+    that only a constant is found again in all of them.
+    """
+    return Constant() if startup_fill else Normal()

@@ -1,4 +1,8 @@
-"""How rows are written: runs of block ids, all layers of a group through one strided view, each byte once."""
+"""How rows are written: each byte once, all rows, layers and parts of a step in one call where C++ builds.
+
+Values that no compiled kernel knows, and machines without a compiler, take torch: runs of block ids,
+all layers of a group through one strided view.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,9 @@ from types import ModuleType
 
 import torch
 
+from decodebench.cache import compiled_rows
 from decodebench.cache.tensors import Cache, Span
-from decodebench.cache.values import ZEROS, Constant, FillRefused, Normal, Values, put, value_dtypes
+from decodebench.cache.values import FillRefused, Normal, Values, default_values, put, source_of, value_dtypes
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 
@@ -115,7 +120,7 @@ def fill_rows(
     buffers) are zeroed. Raises ``FillRefused`` before anything is written, ``FillFailed`` (with
     the report so far) if a write breaks.
     """
-    values = Constant() if values is None else values
+    values = default_values() if values is None else values
     began = time.perf_counter()
     rows_by_group = [list(rows) for rows in rows_by_group]
     check_rows(cache.layout, rows_by_group, allow_null_block)
@@ -127,8 +132,9 @@ def fill_rows(
     started = time.perf_counter()
     report.prepare_seconds = started - began
     try:
+        spans = _fill_compiled(spans, rows_by_group, values, report)
         for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
-            group_runs = runs(rows)
+            group_runs = runs(rows) if group_spans else []
             for span in group_spans:
                 _fill_span(span, group_runs, values, report)
             report.rows[group], report.block_ids[group] = len(rows), tuple(rows)
@@ -141,11 +147,37 @@ def fill_rows(
     return report
 
 
+def _fill_compiled(
+    spans: list[list[Span]], rows_by_group: Sequence[Sequence[int]], values: Values, report: FillReport
+) -> list[list[Span]]:
+    """Write what the C++ kernels can, in one call; returns the spans that are left for torch."""
+    left: list[list[Span]] = [[] for _ in spans]
+    writes = []
+    for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
+        if not group_spans or group_spans[0].bits.device.type != "cpu" or compiled_rows.why_not():
+            left[group] = group_spans
+            continue
+        ids = torch.tensor(rows, dtype=torch.int64)
+        for span in group_spans:
+            source = source_of(span, values)
+            number = source.number(span.part.dtype)
+            if number is None and not isinstance(source, Normal):
+                left[group].append(span)
+                continue
+            content = compiled_rows.Noise(**source.window(span)) if number is None else number
+            writes.append(compiled_rows.Rows(span.bits, ids, content))
+            zeroed = span.part.zeros_only and number == 0
+            report.count(len(rows) * span.bits.shape[0] * span.part.nbytes, zeroed)
+    if writes:
+        compiled_rows.write(writes)
+    return left
+
+
 def _fill_span(
     span: Span, group_runs: list[tuple[int, int, int]], values: Values, report: FillReport
 ) -> None:
     """Write one part of some layers of a group, run after run."""
-    source = ZEROS if span.part.zeros_only and not values.raw_bytes else values
+    source = source_of(span, values)
     number = source.number(span.part.dtype)
     zeroed = span.part.zeros_only and number == 0
     rows = sum(count for _, count, _ in group_runs)

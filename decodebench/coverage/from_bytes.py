@@ -10,11 +10,12 @@ import torch
 from decodebench.cache.connector import describe, startup_groups
 from decodebench.cache.readback import FILLED, UNTOUCHED, WRONG, ZEROED, inspect_rows
 from decodebench.cache.tensors import Cache
-from decodebench.cache.values import Constant, Normal, Values, Zeros
+from decodebench.cache.values import Values, Zeros, default_values
 from decodebench.cache.write import FillReport
 from decodebench.coverage.from_plan import missing, plan_audit, plan_suspects, rows_of, sound_rows
 from decodebench.coverage.origins import Origins, extent, overlap
 from decodebench.coverage.required import (
+    CoverageError,
     RequiredRows,
     holding_rows,
     owners,
@@ -37,7 +38,6 @@ from decodebench.coverage.result import (
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK, Batch
-from decodebench.models.specs import AttentionSpec, CircularBufferSpec, MambaSpec
 
 STILL_POISON = "still poison: decode reads NaN"
 UNASKED_ZEROS = "zeros that nobody asked for"
@@ -56,16 +56,21 @@ def audit(
 
     ``values``: what the fill wrote (default: ``fill_cache``'s default). ``report``: what the fill
     says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
-    compared with the bytes'. ``resident``: what a prefix
-    hit's blocks held before (filled by a request outside this batch); without it they count as
-    covered where they hold anything but poison. ``admitted``: the batch as it was filled, where
-    ``batch`` is a later state of it: rows that decode steps wrote into are covered unless they are
-    still poison. ``startup_fill``: everything was written once before, so that only what is
-    required is judged.
+    compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
+    request outside this batch); without it they count as covered where they hold anything but
+    poison. ``admitted``: the batch as it was filled, where ``batch`` is a later state of it: rows
+    that decode steps wrote into are covered unless they are still poison. ``startup_fill``:
+    everything was written once before, so that only what is required is judged.
 
-    Raises ``CoverageError`` where a table does not cover what its request reads.
+    Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache
+    that was allocated without poison. Whoever binds an engine's tensors has to poison them.
     """
-    values = (Constant() if startup_fill else Normal()) if values is None else values
+    if cache.initial not in ("poison", None):
+        raise CoverageError(
+            f"this cache was made with initial={cache.initial!r}: what nobody filled cannot be told from what "
+            "somebody did. Make it with allocate(layout, device), which poisons it, and fill it again"
+        )
+    values = default_values(startup_fill) if values is None else values
     layout, tally = cache.layout, Tally(cache.layout, batch, "bytes")
     required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
     owner, own = owners(layout, batch), written_rows(layout, batch)
@@ -407,15 +412,15 @@ def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillRepor
     specs = [layout.groups[g].kv_cache_spec for g in sorted(hit)]
     only_zeros = all(f.detail == UNASKED_ZEROS for f in short)
     no_poison = all(f.detail != STILL_POISON for f in short)
-    if all(isinstance(spec, MambaSpec) for spec in specs):
+    if all(spec.holds_state for spec in specs):
         return ("A8",) if only_zeros else ()
-    if no_poison and all(isinstance(spec, CircularBufferSpec) for spec in specs):
+    if no_poison and all(spec.bookkeeping for spec in specs):
         return ("A9",)
-    if no_poison and all(getattr(spec, "packed", None) for spec in specs):
+    if no_poison and all(spec.packed for spec in specs):
         return ("A11",)
     if only_zeros and layout.needs_kv_cache_zeroing:
         return ("A16",)
-    if only_zeros and all(getattr(spec, "dtype", "").startswith("float8") for spec in specs):
+    if only_zeros and all((spec.precision or ("", None))[0].startswith("float8") for spec in specs):
         return ("A10",)
     return ("A12",) if _at_kernel_rows(tally, states, report) else ()
 
@@ -423,7 +428,7 @@ def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillRepor
 def _at_kernel_rows(tally: Tally, states: Sequence[np.ndarray], report: FillReport | None) -> bool:
     """Whether exactly the blocks i // r were written in part, for attention's ids i and one r."""
     layout = tally.layout
-    attention = [g for g, group in enumerate(layout.groups) if isinstance(group.kv_cache_spec, AttentionSpec)]
+    attention = [g for g, group in enumerate(layout.groups) if not group.kv_cache_spec.holds_state]
     try:
         rows = rows_of(layout, report) if report is not None else sound_rows(layout, tally.batch)
     except DecodebenchError:

@@ -24,11 +24,13 @@ from decodebench.coverage.result import (
     NOTHING_TO_HOLD,
     SHARED,
     UNCOVERED_ROW,
+    WRONG_ROW,
     Audit,
     Tally,
     place_of,
 )
 from decodebench.errors import DecodebenchError
+from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK, Batch
 
@@ -57,19 +59,26 @@ def plan_audit(
         table[group][existing(ids[group], len(table[group]))] = True
     at_startup = startup_groups(layout) if startup_fill else frozenset()
     required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
-    own = written_rows(layout, batch)
+    own, over = written_rows(layout, batch), _later_writers(layout)
     for rows in required:
         exists = (rows.block_ids > NULL_BLOCK) & (rows.block_ids < len(table[rows.group]))
         block_ids = np.where(exists, rows.block_ids, NULL_BLOCK)
-        covered = exists & (table[rows.group][block_ids] | rows.shared | (rows.group in at_startup))
+        elsewhere = rows.shared & ~own[rows.group][block_ids]  # filled by a request outside this batch
+        covered = exists & (table[rows.group][block_ids] | elsewhere | (rows.group in at_startup))
         covered |= exists & steps.only_steps(layout, rows, batch.requests[rows.request])
-        foreign = rows.shared & ~own[rows.group][block_ids] & table[rows.group][block_ids]
+        foreign = elsewhere & table[rows.group][block_ids]
         for layer in rows.layers:
-            tally.count(rows, layer, np.where(covered, FILLED_ROW, UNCOVERED_ROW))
+            lost = np.zeros(len(block_ids), dtype=bool)
+            for writer in over[rows.group][layer]:
+                here = exists & ~elsewhere & table[writer][block_ids] & ~lost
+                tally.find(rows.group, layer, block_ids[here], "wrong", overwritten_by(writer), rows.request)
+                lost |= here
+            row_states = np.where(lost, WRONG_ROW, np.where(covered, FILLED_ROW, UNCOVERED_ROW))
+            tally.count(rows, layer, row_states)
             tally.find(
                 rows.group,
                 layer,
-                rows.block_ids[~covered & exists],
+                rows.block_ids[~covered & exists & ~lost],
                 "uncovered",
                 "not in the plan",
                 rows.request,
@@ -107,6 +116,34 @@ def rows_of(
 
 def missing(layout: Layout, group: int) -> str:
     return f"no such block: the pool's ids are 1 to {layout.num_blocks_of(group) - 1}"
+
+
+def overwritten_by(group: int) -> str:
+    return f"group {group} was filled over it"
+
+
+def _later_writers(layout: Layout) -> list[list[list[int]]]:
+    """Per group and layer: the groups that a fill writes afterwards and whose pages lie in the same bytes."""
+    ends = {
+        name: (offset, offset + layout.layer_specs[name].page_size_bytes)
+        for name, (offset, _) in layout.placement.items()
+    }
+
+    def meets(name: str, group: KVCacheGroupSpec) -> bool:
+        start, stop = ends[name]
+        return any(ends[other][0] < stop and start < ends[other][1] for other in group.layer_names)
+
+    return [
+        [
+            [
+                later
+                for later, other in enumerate(layout.groups)
+                if later > g and other.pool == group.pool and meets(name, other)
+            ]
+            for name in group.layer_names
+        ]
+        for g, group in enumerate(layout.groups)
+    ]
 
 
 def _find_touched(tally: Tally, ids: Sequence[np.ndarray], steps) -> None:

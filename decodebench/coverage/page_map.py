@@ -6,11 +6,11 @@ from decodebench.coverage.required import required_rows
 
 
 def page_map(audit, batch):
-    """Every page that a request owns, or that somebody wrote, with its state: the table that ``page_maps``
-    draws.
+    """Every page that a request owns, or that somebody wrote, with its state:
+    the table that ``page_maps`` draws.
 
-    Columns group, kind, layer, block, state. A page that the step reads and somebody else overwrote is
-    ``wrong``; ``clobbered`` and ``stray`` are page_map it does not read.
+    Columns group, kind, layer, block, state. A page that the step reads and somebody else
+    overwrote is ``wrong``; ``clobbered`` and ``stray`` are pages it does not read.
     """
     import pandas as pd
 

@@ -11,7 +11,6 @@ from decodebench.cache.connector import describe
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK, OWN_ROWS, Batch, RequestBlocks
-from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, MambaSpec
 
 
 class CoverageError(DecodebenchError):
@@ -73,7 +72,7 @@ def _required_in_group(
 
 def hit_blocks(layout: Layout, blocks: RequestBlocks, group: int) -> int:
     """Whole blocks at the start of a request's table that its prefix hit brought."""
-    if isinstance(layout.groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
+    if layout.groups[group].kv_cache_spec.filled_whole:
         return 0
     return blocks.num_computed // layout.tokens_per_block(group)
 
@@ -137,13 +136,9 @@ class Steps:
         """bool [rows]: rows in which everything was written by steps, and nothing by the fill."""
         before = self.before.get(now.request_id)
         spec = layout.groups[rows.group].kv_cache_spec
-        if (
-            before is None
-            or before.num_tokens == now.num_tokens
-            or isinstance(spec, CircularBufferSpec | CrossAttentionSpec)
-        ):
+        if before is None or before.num_tokens == now.num_tokens or spec.filled_whole:
             return np.zeros(len(rows.block_ids), dtype=bool)
-        if isinstance(spec, MambaSpec):
+        if spec.holds_state:
             return np.ones(len(rows.block_ids), dtype=bool)
         return rows.positions * layout.tokens_per_block(rows.group) >= before.num_tokens - 1
 
@@ -160,9 +155,9 @@ def steps_between(layout: Layout, admitted: Batch | None, now: Batch) -> Steps:
             continue
         for group, spec in enumerate(layout.groups):
             table = np.asarray(blocks.block_ids[group], dtype=np.int64)
-            if isinstance(spec.kv_cache_spec, CrossAttentionSpec):
+            if not spec.kv_cache_spec.written_by_steps:
                 continue
-            if not isinstance(spec.kv_cache_spec, OWN_ROWS):
+            if not spec.kv_cache_spec.own_blocks:
                 table = table[(old.num_tokens - 1) // layout.tokens_per_block(group) :]
             written[group][existing(table, len(written[group]))] = True
     left = [(then >= 0) & (today < 0) for then, today in zip(owners(layout, admitted), owners(layout, now))]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
-from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, cdiv
+from decodebench.models.specs import KVCacheSpec, cdiv
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def waste(layout: Placed, length: int | None = None) -> Waste:
         for spec in group.layer_specs:
             page = spec.unpadded_page_size_bytes
             causes["padded_pages"] += count * (spec.page_size_bytes - page)
-            resident, full = resident_blocks(spec, length, count, layout.tokens_per_block(g))
+            resident, full = spec.resident_blocks(length, count, layout.tokens_per_block(g))
             causes["content"] += page * full
             causes["last_block"] += page * (resident - full)
             causes["reserve"] += page * (count - resident)
@@ -143,21 +143,6 @@ def waste(layout: Placed, length: int | None = None) -> Waste:
     # what no whole request takes, where one of several pools runs out before the others, counts as tail
     tail = max(layout.budget, layout.size) - null - sum(held.values())
     return Waste(length, null_block=null, tail=tail, **held)
-
-
-def resident_blocks(
-    spec: KVCacheSpec, length: int, reserved: int, tokens_per_block: int
-) -> tuple[int, float]:
-    """Blocks of one layer that a decoding request of this length really needs, and how many its tokens
-    fill.
-    """
-    if isinstance(spec, MambaSpec | CircularBufferSpec):
-        return min(1, reserved), min(1, reserved)
-    if isinstance(spec, CrossAttentionSpec):
-        return reserved, min(reserved, spec.max_encoder_tokens / tokens_per_block)
-    first = min(spec.num_skipped_tokens(length), length)
-    blocks = min(reserved, cdiv(length, tokens_per_block) - first // tokens_per_block)
-    return blocks, min(blocks, (length - first) / tokens_per_block)
 
 
 def log_lines(layout: Placed) -> list[str]:

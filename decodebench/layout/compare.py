@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from decodebench.errors import DecodebenchError
+from decodebench.errors import DecodebenchError, MissingExtra
 from decodebench.layout.grouping import strategy
 from decodebench.layout.layout import Layout
 from decodebench.layout.placement import LayoutRefused
@@ -34,7 +34,10 @@ def compare(
     ``length``: tokens a request, for concurrency, cost and waste (default: the maximum length).
     Sizes in bytes, waste as shares of the memory. See ``plan`` for the other arguments.
     """
-    import pandas as pd
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(error, "compare's table (compare_rows gives a list)") or error from None
 
     return pd.DataFrame(compare_rows(model, memory, strategies, length, block_size, **options))
 
@@ -73,7 +76,7 @@ def facts(layout: Layout, length: int | None = None) -> dict:
         "groups": len(layout.groups),
         "pools": len(layout.pool_num_blocks),
         "num_blocks": sum(layout.pool_num_blocks),
-        "bytes_per_block": max(layout.bytes_per_block(pool) for pool in range(len(layout.pool_num_blocks))),
+        "bytes_per_block": layout.bytes_per_block(),
         "length": c.length,
         "blocks_per_request": sum(c.blocks_per_request),
         "concurrency": c.concurrency,

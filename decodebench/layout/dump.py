@@ -8,15 +8,7 @@ from dataclasses import asdict
 from decodebench.layout.capacity import capacity
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Grouped, Placed
-from decodebench.models.specs import (
-    AttentionSpec,
-    CircularBufferSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
+from decodebench.models.specs import KVCacheSpec
 
 
 def refusal(error: Exception) -> dict:
@@ -96,7 +88,7 @@ def group_dict(group: KVCacheGroupSpec, blocks: int, grouped: Grouped) -> dict:
             "block_size": group.block_size,
             "dcp_sharded": group.kv_cache_spec.dcp_sharded,
             "page_size_bytes": group.bytes_per_block,
-            "prefix_cacheable": not isinstance(group.kv_cache_spec, CircularBufferSpec),
+            "prefix_cacheable": not group.kv_cache_spec.bookkeeping,
             "layers_by_spec": [
                 {"spec": spec_dict(s, cache_dtype), "layers": list(names)}
                 for s, names in group.layers_by_spec()
@@ -116,57 +108,9 @@ def group_dict(group: KVCacheGroupSpec, blocks: int, grouped: Grouped) -> dict:
 
 def spec_dict(spec: KVCacheSpec, cache_dtype: str = "auto") -> dict:
     """A spec by vLLM's names; fields that are None are left out, fp8 values are declared uint8 as there."""
-    out = {
-        "class": type(spec).__name__,
-        "block_size": spec.block_size,
-        "dcp_sharded": spec.dcp_sharded,
-        "page_size_bytes": spec.page_size_bytes,
-        "unpadded_page_size_bytes": spec.unpadded_page_size_bytes,
-        "page_size_padded": spec.page_size_padded,
-        "prefix_cacheable": not isinstance(spec, CircularBufferSpec),
-    }
-    if isinstance(spec, MambaSpec):
-        out |= {
-            "shapes": [list(shape) for shape in spec.shapes],
-            "dtypes": list(spec.dtypes),
-            "mamba_type": spec.mamba_type,
-            "mamba_cache_mode": spec.mamba_cache_mode,
-            "num_speculative_blocks": spec.num_speculative_blocks,
-            "num_prefill_checkpoint_blocks": spec.num_prefill_checkpoint_blocks,
-            "tokens_per_state": -1,
-        }
-    if isinstance(spec, AttentionSpec):
-        out |= {
-            "num_kv_heads": spec.num_kv_heads,
-            "head_size": spec.head_size,
-            "head_size_v": spec.head_size_v,
-            "dtype": "uint8" if spec.dtype.startswith("float8") else spec.dtype,
-            "kv_quant_mode": quant_mode(spec),
-            "tokens_per_state": spec.tokens_per_state,
-            "state_content_bytes": spec.state_content_bytes,
-            "sliding_window": getattr(spec, "sliding_window", None),
-            "alignment": getattr(spec, "alignment", None),
-            "attention_chunk_size": getattr(spec, "attention_chunk_size", None),
-        }
-    if isinstance(spec, SlidingWindowSpec):
-        out["extra_retained_tokens"] = 0
-    if isinstance(spec, SlidingWindowMLASpec):
-        out["bounded_replay"] = False
-    if isinstance(spec, MLAAttentionSpec):
-        out["cache_role"] = spec.cache_role
-    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) and holds_latent(spec):
+    out = {"class": type(spec).__name__} | spec.engine_fields()
+    if spec.latent and spec.holds_vectors:
         out["cache_dtype_str"] = cache_dtype
-        if spec.alignment is not None:
+        if out["alignment"] is not None:
             out["model_version"] = "deepseek_v4"
     return {name: value for name, value in out.items() if value is not None}
-
-
-def holds_latent(spec: AttentionSpec) -> bool:
-    return spec.packed != "fp8_indexer" and spec.dtype != "float32"
-
-
-def quant_mode(spec: AttentionSpec) -> str:
-    """vLLM's name for how the values are quantized."""
-    if spec.packed in (None, "fp8_ds_mla"):
-        return "FP8_PER_TENSOR" if spec.dtype.startswith("float8") or spec.packed else "NONE"
-    return "NONE" if spec.packed == "fp8_indexer" else spec.packed.upper()

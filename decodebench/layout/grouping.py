@@ -12,18 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from decodebench.errors import DecodebenchError
-from decodebench.models.specs import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    cdiv,
-)
+from decodebench.models.specs import CircularBufferSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec, cdiv
 from decodebench.words import some
 
 Specs = Mapping[str, KVCacheSpec]
@@ -159,11 +148,11 @@ def unify_pages(specs: Specs) -> dict[str, KVCacheSpec]:
         page = spec.page_size_bytes
         if page == largest:
             unified[name] = spec
-        elif isinstance(spec, MambaSpec):
+        elif spec.holds_state:
             unified[name] = spec.padded_to(largest)
         elif page and largest % page == 0:
             unified[name] = _grown(spec, largest // page)
-        elif isinstance(spec, AttentionSpec) and not isinstance(spec, MLAAttentionSpec):
+        elif not (spec.latent and spec.keeps_all):
             unified[name] = spec.padded_to(largest)
         else:
             raise GroupingRefused(
@@ -247,9 +236,8 @@ def packed(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
         if not bucket.balanced or count > bucket.repeats:
             raise GroupingRefused(
                 f"layers {some(bucket.specs)}: pages of {', '.join(map(str, bucket.by_page))} bytes do "
-                "not repeat "
-                f"evenly, and {count} groups of them are needed: give layers of one kind equally many "
-                "of each size"
+                f"not repeat evenly, and {count} groups of them are needed: give layers of one kind "
+                "equally many of each size"
             )
         pattern = list(zip(*bucket.by_page.values()))
         for i in range(count):
@@ -303,8 +291,8 @@ def _uniform_buckets(specs: Specs) -> list[dict[str, KVCacheSpec]]:
 
 
 def least_padding(values: Sequence[int], floor: int) -> int:
-    """The size d >= ``floor`` for which rounding all values up to multiples of d adds least; the larger of
-    equals.
+    """The size d >= ``floor`` for which rounding all values up to multiples of
+    d adds least; the larger of equals.
     """
     candidates = range(max(1, floor), max(values) + 1)
     return min(candidates, key=lambda d: (sum(-value % d for value in values), -d), default=floor)
@@ -318,13 +306,17 @@ def promote(specs: Specs) -> dict[str, KVCacheSpec]:
     promoted = dict(specs)
     if single_group(promoted) is not None:
         return promoted
-    local = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
-    sizes = {spec.block_size for spec in specs.values() if isinstance(spec, FullAttentionSpec)}
-    if sizes and any(isinstance(spec, local) for spec in specs.values()):
+    sizes = {spec.block_size for spec in specs.values() if spec.keeps_all}
+    if sizes:
         common = next(iter(sizes)) if len(sizes) == 1 else None
         for name, spec in specs.items():
-            if isinstance(spec, local):
-                promoted[name] = _as_full_attention(name, spec, common)
+            whole = spec.promoted(common)
+            if whole is None:
+                raise GroupingRefused(
+                    f"layer {name}: a window over latent vectors cannot be allocated as full attention: "
+                    "leave the hybrid manager on"
+                )
+            promoted[name] = whole
     if single_group(promoted) is None:
         kinds = ", ".join(sorted({spec.kind for spec in promoted.values()}))
         raise GroupingRefused(
@@ -334,46 +326,13 @@ def promote(specs: Specs) -> dict[str, KVCacheSpec]:
     return promoted
 
 
-def _as_full_attention(name: str, spec: KVCacheSpec, block_size: int | None) -> FullAttentionSpec:
-    if isinstance(spec, SlidingWindowMLASpec):
-        raise GroupingRefused(
-            f"layer {name}: a window over latent vectors cannot be allocated as full attention: "
-            "leave the hybrid manager on"
-        )
-    assert isinstance(spec, AttentionSpec)
-    block_size = block_size or spec.block_size
-    padded = spec.page_size_padded
-    if padded is not None:
-        padded = max(padded, spec.unpadded_page_size_bytes * block_size // spec.block_size)
-    return FullAttentionSpec(
-        block_size=block_size,
-        page_size_padded=padded,
-        dcp_sharded=spec.dcp_sharded,
-        block_stride_alignment=spec.block_stride_alignment,
-        kernel_block_tokens=spec.kernel_block_tokens,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
-        dtype=spec.dtype,
-        packed=spec.packed,
-        state_content_bytes=spec.state_content_bytes,
-        tokens_per_state=spec.tokens_per_state,
-        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
-        attention_chunk_size=spec.attention_chunk_size
-        if isinstance(spec, ChunkedLocalAttentionSpec)
-        else None,
-    )
-
-
 def _full_allocation(specs: Specs) -> tuple[KVCacheGroupSpec, ...] | None:
     """Latent attention beside plain windows whose pages cannot be unified: windows as full attention."""
     values = specs.values()
-    if any(isinstance(spec, SlidingWindowMLASpec | ChunkedLocalAttentionSpec) for spec in values):
+    if not any(spec.latent and spec.keeps_all for spec in values):
         return None
-    if not (
-        any(isinstance(s, MLAAttentionSpec) for s in values)
-        and any(isinstance(s, SlidingWindowSpec) for s in values)
-    ):
+    windows = [spec for spec in values if spec.promoted(None) is not spec]
+    if not windows or any(spec.kind != SlidingWindowSpec.kind for spec in windows):
         return None
     try:
         promoted = promote(specs)

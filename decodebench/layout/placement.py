@@ -8,7 +8,7 @@ from math import lcm
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.grouping import KVCacheGroupSpec
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, MambaSpec, cdiv
+from decodebench.models.specs import KVCacheSpec, cdiv
 
 #: every pool starts at a multiple of this, so that any dtype is aligned in it
 POOL_ALIGNMENT = 256
@@ -113,5 +113,5 @@ def needs_zeroing(groups: Sequence[KVCacheGroupSpec]) -> bool:
     """Whether new blocks must be zeroed: states are read before they are written, and a block that
     changes between precisions would be read as nonsense."""
     specs = {spec for group in groups for spec in group.layer_specs}
-    precisions = {(spec.dtype, spec.packed) for spec in specs if isinstance(spec, AttentionSpec)}
-    return len(precisions) > 1 or any(isinstance(spec, MambaSpec) for spec in specs)
+    precisions = {spec.precision for spec in specs} - {None}
+    return len(precisions) > 1 or any(spec.holds_state for spec in specs)

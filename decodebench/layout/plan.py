@@ -19,7 +19,7 @@ from decodebench.layout.records import Grouped
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions
-from decodebench.models.specs import AttentionSpec, KVCacheSpec
+from decodebench.models.specs import KVCacheSpec
 
 DEFAULT_MEMORY = "8GiB"
 
@@ -115,7 +115,7 @@ def layout_for(grouped: Grouped, budget: int) -> Layout:
     """The layout of grouped layers in a budget of bytes; raises ``LayoutRefused`` as ``plan`` does."""
     for group in grouped.groups:
         for name, spec in zip(group.layer_names, group.layer_specs):
-            if isinstance(spec, AttentionSpec) and spec.block_size % spec.tokens_per_state:
+            if spec.block_size % spec.tokens_per_state:
                 raise LayoutRefused(
                     f"layer {name}: a block of {spec.block_size} tokens does not hold whole entries of "
                     f"{spec.tokens_per_state} tokens: give a block size that is a multiple of it"

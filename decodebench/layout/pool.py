@@ -15,7 +15,7 @@ from operator import index
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import AttentionSpec, CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
+from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
 
 #: placeholder in block tables: never owned, filled, or read as data
 NULL_BLOCK = 0
@@ -27,8 +27,7 @@ OWN_ROWS = (MambaSpec, CircularBufferSpec, CrossAttentionSpec)
 def zeroed_on_allocation(layout: Layout, group: int) -> bool:
     """Whether the engine zeroes this group's blocks when it hands them out."""
     spec = layout.groups[group].kv_cache_spec
-    plain = isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
-    return layout.needs_kv_cache_zeroing and plain
+    return layout.needs_kv_cache_zeroing and not spec.holds_state and not spec.bookkeeping
 
 
 class BlockError(DecodebenchError):
@@ -310,7 +309,7 @@ class KVCacheManager:
             return 0
         hit = min(request.prefix_tokens, prefix.tokens)
         for group, known in enumerate(prefix.blocks):
-            if isinstance(self.layout.groups[group].kv_cache_spec, OWN_ROWS):
+            if self.layout.groups[group].kv_cache_spec.own_blocks:
                 continue
             per_block = self.layout.tokens_per_block(group)
             _, positions = self._positions(group, request)
@@ -342,7 +341,7 @@ class KVCacheManager:
         )
         prefix.tokens = max(prefix.tokens, request.prefix_tokens)
         for group, table in enumerate(blocks.block_ids):
-            if isinstance(groups[group].kv_cache_spec, CircularBufferSpec | CrossAttentionSpec):
+            if groups[group].kv_cache_spec.filled_whole:
                 continue
             whole = request.prefix_tokens // self.layout.tokens_per_block(group)
             for position, block_id in enumerate(table[:whole]):

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import Batch
-from decodebench.models.specs import (
-    AttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    cdiv,
-)
+from decodebench.models.specs import AttentionSpec, KVCacheSpec, cdiv
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,21 +32,6 @@ class LayerWork:
     bytes_updated: int = 0
 
 
-def visible(spec: KVCacheSpec, num_tokens: int, encoder_tokens: int | None = None) -> tuple[int, int]:
-    """Positions [start, stop) that the new token attends to, itself (position n - 1) included.
-
-    Cross attention: the encoder's tokens, all that the layout reserves for where None.
-    """
-    if isinstance(spec, CrossAttentionSpec):
-        return 0, spec.max_encoder_tokens if encoder_tokens is None else encoder_tokens
-    start = spec.num_skipped_tokens(num_tokens - 1)
-    if isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None:
-        start = max(0, num_tokens - spec.sliding_window)
-    elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
-        start = (num_tokens - 1) // spec.attention_chunk_size * spec.attention_chunk_size
-    return start, num_tokens
-
-
 def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = None) -> tuple[LayerWork, ...]:
     """Bytes that one step must read and write, layer by layer: cached entries, the new slot, states.
 
@@ -69,7 +46,7 @@ def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = Non
         group, spec = layout.group_of[layer], layout.layer_specs[layer]
         kind = layer_kind(layout, layer)
         read = written = updated = 0
-        if isinstance(spec, MambaSpec):
+        if spec.holds_state:
             updated = 2 * spec.unpadded_page_size_bytes * len(batch.requests)
             read = written = updated // 2
         else:
@@ -82,7 +59,7 @@ def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = Non
             entry = spec.num_kv_heads * spec.entry_bytes
             for request in batch.requests:
                 start, stop = local_range(layout, group, spec, request)
-                new = not isinstance(spec, CrossAttentionSpec)
+                new = spec.written_by_steps
                 read += max(0, stop - start - new) * entry
                 written += entry * new
         work.append(LayerWork(layer, group, kind, read, written, updated))
@@ -104,7 +81,7 @@ def decode_bytes(layout: Layout, batch: Batch) -> pd.DataFrame:
 def layer_kind(layout: Layout, layer: str) -> str:
     """The spec's kind; for a state layer the recurrence: the model's word for it, else from the spec."""
     spec = layout.layer_specs[layer]
-    if not isinstance(spec, MambaSpec):
+    if not spec.holds_state:
         return spec.kind
     mixer = getattr(model_layer(layout, layer), "mixer", None)
     by_type = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "gdn", "SHORT_CONV": "short_conv"}
@@ -125,15 +102,15 @@ def model_layer(layout: Layout, layer: str):
 
 def local_range(layout: Layout, group: int, spec: AttentionSpec, request) -> tuple[int, int]:
     """``visible`` in this rank's entries: shared out where decode context parallelism shards the layer."""
-    start, stop = visible(spec, request.request.num_tokens, request.request.encoder_tokens)
+    start, stop = spec.visible(request.request.num_tokens, request.request.encoder_tokens)
     shards = layout.decode_context_parallel_size if spec.dcp_sharded else 1
     return (start, stop) if shards == 1 else (start // shards, cdiv(stop, shards))
 
 
 def _refuse_packed(layer: str, spec: KVCacheSpec) -> None:
-    if isinstance(spec, CircularBufferSpec) or spec.packed is not None or spec.tokens_per_state > 1:
+    if spec.bookkeeping or spec.packed is not None or spec.tokens_per_state > 1:
         what = f"packed as {spec.packed}" if spec.packed else f"{spec.tokens_per_state} tokens in one entry"
-        if isinstance(spec, CircularBufferSpec):
+        if spec.bookkeeping:
             what = "a ring of packed integers"
         raise DecodeError(
             f"layer {layer!r}: pages are {what}, no backend attends to them; measure a layout with a plain "

@@ -47,8 +47,13 @@ class Grouped:
         spec = self.groups[group].kv_cache_spec
         return spec.block_size * (self.decode_context_parallel_size if spec.dcp_sharded else 1)
 
-    def bytes_per_block(self, pool: int = 0) -> int:
-        """Bytes that one block id of a pool stands for: those of its widest group."""
+    def bytes_per_block(self, pool: int | None = None) -> int:
+        """Bytes that one block id of a pool stands for: those of its widest group.
+
+        None: of the pool whose blocks are widest, which is the one number to show where there are several.
+        """
+        if pool is None:
+            return max(map(self.bytes_per_block, self.pools))
         return bytes_per_block([g for g in self.groups if g.pool == pool], self.memory_order)
 
     def blocks_per_request(self, length: int | None = None) -> list[int]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import from_groups
 from decodebench.layout.pool import Batch, admit
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, MambaSpec
 
 
 def shrink(
@@ -29,13 +28,13 @@ def shrink(
         for group in layout.groups
     ]
     if miniature:
-        small = [[_small(spec) for spec in group.layer_specs] for group in groups]
+        small = [[spec.miniature() for spec in group.layer_specs] for group in groups]
         page = max(spec.page_size_bytes for specs in small for spec in specs)
         groups = [
             replace(
                 group,
                 layer_specs=tuple(spec.padded_to(page) for spec in specs),
-                kv_cache_spec=_small(group.kv_cache_spec).padded_to(page),
+                kv_cache_spec=group.kv_cache_spec.miniature().padded_to(page),
             )
             for group, specs in zip(groups, small)
         ]
@@ -65,20 +64,3 @@ def small_pool(layout: Layout, requests: int, context: int, blocks: int | None =
     if blocks is None:
         blocks = 1 + max(blocks_named(admit(layout, requests=requests, context=context)))
     return layout.with_num_blocks(blocks)
-
-
-def _small(spec: KVCacheSpec) -> KVCacheSpec:
-    plain = {"page_size_padded": None, "block_stride_alignment": 1}
-    if isinstance(spec, MambaSpec):
-        return replace(spec, shapes=tuple(tuple(min(d, 4) for d in shape) for shape in spec.shapes), **plain)
-    if isinstance(spec, AttentionSpec):
-        # a handful of entries a block stand for its tokens, however many those are
-        few = {
-            "num_kv_heads": 1,
-            "tokens_per_state": max(spec.tokens_per_state, spec.block_size // 16),
-            **plain,
-        }
-        if spec.packed is None:
-            return replace(spec, head_size=1, head_size_v=min(1, spec.head_size_v or 0), **few)
-        return replace(spec, state_content_bytes=8, **few)
-    return replace(spec, **plain)

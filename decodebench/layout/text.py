@@ -8,17 +8,6 @@ from collections.abc import Iterable
 from decodebench.layout.capacity import capacity, log_lines, waste
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
-from decodebench.models.specs import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
 from decodebench.words import columns
 
 COLUMNS = ("group", "kind", "layers", "block", "page", "padding", "blocks/request", "first layer")
@@ -30,7 +19,7 @@ def rows(layout: Placed) -> list[tuple[str, ...]]:
     return [
         (
             str(g),
-            describe(group.kv_cache_spec),
+            group.kv_cache_spec.label,
             str(len(group.layer_names)),
             f"{layout.tokens_per_block(g):,}",
             pages(group),
@@ -40,23 +29,6 @@ def rows(layout: Placed) -> list[tuple[str, ...]]:
         )
         for g, group in enumerate(layout.groups)
     ]
-
-
-def describe(spec: KVCacheSpec) -> str:
-    """A kind with the number that matters to it."""
-    words = {
-        FullAttentionSpec: "full",
-        MLAAttentionSpec: "latent",
-        SlidingWindowSpec: "window",
-        SlidingWindowMLASpec: "latent window",
-        ChunkedLocalAttentionSpec: "chunk",
-        CrossAttentionSpec: "cross",
-        CircularBufferSpec: "ring",
-    }
-    if isinstance(spec, MambaSpec):
-        return spec.mamba_type.lower().removesuffix("_attn").replace("_", " ")
-    number = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return words.get(type(spec), spec.kind) + (f" {number:,}" if number else "")
 
 
 def pages(group: KVCacheGroupSpec) -> str:

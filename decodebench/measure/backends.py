@@ -69,8 +69,8 @@ class Backend(Protocol):
 def resolve_backend(name: str | None, device: str | torch.device) -> tuple[Backend, str | None]:
     """The backend, and a note where the default had to be another than the fastest.
 
-    None chooses by ``DEFAULTS``. A backend asked for by name that cannot run raises ``DecodeError`` with
-    the reason.
+    None chooses by ``DEFAULTS``. A backend asked for by name that cannot run
+    raises ``DecodeError`` with the reason.
     """
     device = torch.device(device)
     if name is None:

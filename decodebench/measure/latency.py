@@ -208,7 +208,7 @@ def _small_working_set(cache: Cache, step: DecodeStep) -> str | None:
 def holds_fill(suspect: Timing, resident: Timing, fill_seconds: float) -> bool:
     """Whether a step's timing contains a fill (fault A17): it exceeds the resident step by half a fill.
 
-    ``resident`` is ``measure_decode(...).timing`` of the same batch, ``fill_seconds`` the fill's own time
-    (``FillReport.seconds``).
+    ``resident`` is ``measure_decode(...).timing`` of the same batch,
+    ``fill_seconds`` the fill's own time (``FillReport.seconds``).
     """
     return suspect.median - resident.median > fill_seconds / 2

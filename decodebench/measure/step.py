@@ -14,7 +14,7 @@ from decodebench.layout.pool import NULL_BLOCK, Batch
 from decodebench.layout.reads import DecodeError, LayerWork, decode_work, local_range, model_layer
 from decodebench.measure.backends import resolve_backend
 from decodebench.measure.kernels import reference, torch_ops
-from decodebench.models.specs import AttentionSpec, CrossAttentionSpec, MambaSpec, cdiv
+from decodebench.models.specs import AttentionSpec, cdiv
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def prepare_step(
     for work in chosen:
         random = torch.Generator().manual_seed(seed * 1_000_003 + layout.layer_index[work.layer])
         spec = layout.layer_specs[work.layer]
-        if isinstance(spec, MambaSpec):
+        if spec.holds_state:
             steps.append(_state_layer(cache, batch, work, spec, runs_on, tables[work.group], random))
         else:
             heads = query_heads or _query_heads(layout, work.layer) or spec.num_kv_heads
@@ -100,8 +100,7 @@ def prepare_step(
             steps.append(_attention_layer(cache, batch, work, spec, runs_on, table, random, q, plans))
     saved = tuple((view, index, _bits(view)[index].clone()) for s in steps for view, index in s.touched)
     assumed = query_heads is None and any(
-        model_layer(layout, w.layer) is None and not isinstance(layout.layer_specs[w.layer], MambaSpec)
-        for w in chosen
+        model_layer(layout, w.layer) is None and not layout.layer_specs[w.layer].holds_state for w in chosen
     )
     return DecodeStep(tuple(steps), runs_on.NAME, cache.device, note, assumed, saved)
 
@@ -174,7 +173,7 @@ def _attention_layer(cache, batch, work, spec, backend, table, random, query, pl
         plans[key] = runner.prepare(view, table, start, stop)
     options = shape | {"plan": plans[key]}
     touched = ()
-    if not isinstance(spec, CrossAttentionSpec):
+    if spec.written_by_steps:
         at = stop - 1
         blocks = table.gather(1, (at // entries).unsqueeze(1)).squeeze(1).long()
         slot = (blocks, slice(None), at % entries)

@@ -97,8 +97,8 @@ def everywhere(f: Fields, length: int) -> list[str]:
 
 
 def as_a_whole(f: Fields, length: int) -> list[str]:
-    """The window holds for every layer, or for none where layers are of several types: they are not told
-    apart.
+    """The window holds for every layer, or for none where layers are of
+    several types: they are not told apart.
     """
     types = f.get("layer_types")
     if isinstance(types, list) and any(kind not in SLIDING for kind in types):
@@ -171,8 +171,8 @@ def read_gemma3n(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
 
 
 def read_gemma4(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
-    """Windows with small heads, full attention with large ones; the last layer always attends to
-    everything.
+    """Windows with small heads, full attention with large ones; the last layer
+    always attends to everything.
     """
     length = f.layer_count()
     kinds = f.listing("layer_types", length=length, choices=KINDS) or every(6)(f, length)

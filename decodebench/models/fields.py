@@ -125,8 +125,8 @@ class Fields:
 
 
 def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
-    """The parsed config and what to call it: a name in ``data``, a path, a folder with a config.json, "
-    "or ``-``.
+    """The parsed config and what to call it: a name in ``data``, a path, a
+    folder with a config.json, or ``-``.
 
     Raises ``ConfigError`` where there is no such file, or it is not a JSON object.
     """

@@ -15,8 +15,8 @@ NOTHING = {"mlp", "moe"}
 
 
 def read_generic(f: Fields, root: str) -> list[Layer]:
-    """A layer per entry of ``layer_types``, or attention throughout; what a type stores is told by its "
-    "fields.
+    """A layer per entry of ``layer_types``, or attention throughout; what a
+    type stores is told by its fields.
 
     Raises ``ConfigError`` for a layer type that is not known, or one whose fields are missing.
     """

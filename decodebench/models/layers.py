@@ -151,9 +151,8 @@ class LatentLayer:
         packed = PACKED_LATENT_BYTES.get(r.kv_cache_dtype)
         if packed is None and packed_heads(r, 1, self.head_size, 0):
             raise OptionError(
-                f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention "
-                "(MLA): "
-                "use auto, fp8 or fp8_ds_mla"
+                f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): use "
+                "auto, fp8 or fp8_ds_mla"
             )
         spec = MLAAttentionSpec(
             block_size=r.block_size,
@@ -233,8 +232,8 @@ class StateLayer:
         )
 
     def shapes(self, tp: int, num_speculative_tokens: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the state's tensors on one rank: convolution ``(tokens, channels)``, then the recurrent
-        one.
+        """Shapes of the state's tensors on one rank: convolution ``(tokens,
+        channels)``, then the recurrent one.
         """
         return STATE_SHAPES[self.mixer](self, tp, num_speculative_tokens)
 

@@ -95,6 +95,7 @@ def read_model(config: Mapping, name: str) -> Model:
         if family.kv_cache_dtype != "auto"
         else checkpoint_kv_dtype(outer),
         memory_order=family.memory_order,
+        config=config,
         fields_used=tuple(sorted(f.used)),
         **lengths,
     )

@@ -51,6 +51,8 @@ class Model:
     #: KV cache dtype that the checkpoint asks for
     kv_cache_dtype: str = "auto"
     memory_order: str = "LBNHC"
+    #: the parsed config.json that it was read from
+    config: Mapping = field(default_factory=dict, repr=False, compare=False)
     #: the config.json's fields that shaped the layers
     fields_used: tuple[str, ...] = ()
 

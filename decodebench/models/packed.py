@@ -39,8 +39,7 @@ class PackedLayer:
     def spec(self, r: Resolved) -> KVCacheSpec:
         if r.kv_cache_dtype != "fp8_ds_mla":
             raise OptionError(
-                f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed "
-                "as fp8_ds_mla; "
+                f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed as fp8_ds_mla; "
                 "leave it at auto"
             )
         if self.part == "compressor":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from decodebench.errors import DecodebenchError
 
@@ -71,6 +71,22 @@ class KVCacheSpec:
     """What one layer stores. ``block_size`` is in tokens, sizes are in bytes."""
 
     kind: ClassVar[str] = "unknown"
+    #: the kind in a table's cell
+    short: ClassVar[str] = "unknown"
+    #: one state a request, which every step reads and replaces
+    holds_state: ClassVar[bool] = False
+    #: one latent vector a token, without values of its own
+    latent: ClassVar[bool] = False
+    #: all earlier tokens are kept, whatever of them is read
+    keeps_all: ClassVar[bool] = False
+    #: packed bookkeeping that no step attends to
+    bookkeeping: ClassVar[bool] = False
+    #: a request's own blocks, which no prefix of another request brings
+    own_blocks: ClassVar[bool] = False
+    #: all of a request's blocks are filled, whatever its length
+    filled_whole: ClassVar[bool] = False
+    #: whether a decode step writes its token there
+    written_by_steps: ClassVar[bool] = True
 
     block_size: int
     page_size_padded: int | None = None
@@ -81,6 +97,10 @@ class KVCacheSpec:
     #: kernel blocks of up to this many tokens must lie whole inside the stride between two blocks
     #: (kernels with a fixed block size; matters only where a block holds several kernel blocks)
     kernel_block_tokens: int | None = None
+    #: tokens that one stored entry stands for
+    tokens_per_state: int = 1
+    #: a format whose page is not plain numbers; None where it is
+    packed: str | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -105,8 +125,50 @@ class KVCacheSpec:
         """The typed tensors inside one page, in memory order."""
         raise NotImplementedError
 
-    def with_block_size(self, block_size: int) -> KVCacheSpec:
+    @property
+    def not_plain(self) -> str | None:
+        """What a page holds where it holds no plain numbers and is zeroed instead of filled; None where it does."""
+        return None
+
+    def with_block_size(self, block_size: int) -> Self:
         return replace(self, block_size=block_size)
+
+    @property
+    def label(self) -> str:
+        """The kind in a table's cell, with the number that matters to it."""
+        number = getattr(self, "sliding_window", None) or getattr(self, "attention_chunk_size", None)
+        return self.short + (f" {number:,}" if number else "")
+
+    @property
+    def holds_vectors(self) -> bool:
+        return False
+
+    @property
+    def precision(self) -> tuple[str, str | None] | None:
+        """How numbers are stored where a block may change hands between layers; None for states."""
+        return None
+
+    def miniature(self) -> Self:
+        """The same blocks with pages of a few bytes, unpadded."""
+        return replace(self, page_size_padded=None, block_stride_alignment=1)
+
+    def promoted(self, block_size: int | None) -> KVCacheSpec | None:
+        """The layer allocated as full attention, where it keeps less; None where it cannot be.
+
+        A layer that keeps everything, or a state, is itself. ``block_size``: another one to give it.
+        """
+        return self
+
+    def engine_fields(self) -> dict[str, object]:
+        """The fields that vLLM's class of this name has, by vLLM's names; ``layout/dump.py`` prints them."""
+        return {
+            "block_size": self.block_size,
+            "dcp_sharded": self.dcp_sharded,
+            "page_size_bytes": self.page_size_bytes,
+            "unpadded_page_size_bytes": self.unpadded_page_size_bytes,
+            "page_size_padded": self.page_size_padded,
+            "prefix_cacheable": not self.bookkeeping,
+        }
 
     @property
     def stride_alignment_bytes(self) -> int:
@@ -124,8 +186,8 @@ class KVCacheSpec:
         return self if all(other == self for other in others) else None
 
     def same_token_slots(self, other: KVCacheSpec) -> bool:
-        """Whether both layers need the same blocks of a request, whatever their pages (one group of mixed
-        pages).
+        """Whether both layers need the same blocks of a request, whatever
+        their pages (one group of mixed pages).
         """
         base = _slot_family(self)
         return isinstance(other, base) and self._same_slots(other)
@@ -133,7 +195,7 @@ class KVCacheSpec:
     def _same_slots(self, other: KVCacheSpec) -> bool:
         return True
 
-    def padded_to(self, page_size: int) -> KVCacheSpec:
+    def padded_to(self, page_size: int) -> Self:
         """The same layer with its page padded to ``page_size`` bytes."""
         return replace(self, page_size_padded=page_size)
 
@@ -159,6 +221,19 @@ class KVCacheSpec:
         """Blocks the engine reserves for one request of ``max_model_len`` tokens."""
         return cdiv(max_model_len, self.block_size * (dcp if self.dcp_sharded else 1))
 
+    def resident_blocks(self, length: int, reserved: int, tokens_per_block: int) -> tuple[float, float]:
+        """Blocks that a decoding request of this length really needs, and how many its tokens fill."""
+        first = min(self.num_skipped_tokens(length), length)
+        blocks = min(reserved, cdiv(length, tokens_per_block) - first // tokens_per_block)
+        return blocks, min(blocks, (length - first) / tokens_per_block)
+
+    def visible(self, num_tokens: int, encoder_tokens: int | None = None) -> tuple[int, int]:
+        """Positions [start, stop) that the new token attends to, itself (position ``num_tokens - 1``) included.
+
+        Cross attention: the encoder's tokens, all that the layout reserves for where None.
+        """
+        return self.num_skipped_tokens(num_tokens - 1), num_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
@@ -174,9 +249,7 @@ class AttentionSpec(KVCacheSpec):
     head_size: int
     head_size_v: int | None = None
     dtype: str
-    packed: str | None = None
     state_content_bytes: int | None = None
-    tokens_per_state: int = 1
     #: slots that a kernel keeps a page's heads in where that is not one a KV head (2: keys, then values)
     num_head_slots: int | None = None
 
@@ -213,11 +286,56 @@ class AttentionSpec(KVCacheSpec):
     def unpadded_page_size_bytes(self) -> int:
         return self.num_kv_heads * self.entries_per_block * self.entry_bytes
 
+    @property
+    def not_plain(self) -> str | None:
+        return self.packed
+
     def parts(self) -> tuple[PagePart, ...]:
         if self.packed is not None:
             return (PagePart("packed", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
         width = self.num_kv_heads * (self.head_size + self.head_size_v) // self.head_slots
         return (PagePart("kv", (self.entries_per_block, self.head_slots, width), self.dtype),)
+
+    @property
+    def precision(self) -> tuple[str, str | None] | None:
+        return self.dtype, self.packed
+
+    def miniature(self) -> Self:
+        # a handful of entries a block stand for its tokens, however many those are
+        small = replace(
+            super().miniature(),
+            num_kv_heads=1,
+            tokens_per_state=max(self.tokens_per_state, self.block_size // 16),
+        )
+        if self.packed is not None:
+            return replace(small, state_content_bytes=8)
+        return replace(small, head_size=1, head_size_v=min(1, self.head_size_v or 0))
+
+    @property
+    def holds_vectors(self) -> bool:
+        """Of latent layers: whether these are the vectors, not an indexer's keys or a compressor's sums."""
+        return self.packed != "fp8_indexer" and self.dtype != "float32"
+
+    @property
+    def quant_mode(self) -> str:
+        """vLLM's name for how the values are quantized."""
+        if self.packed in (None, "fp8_ds_mla"):
+            return "FP8_PER_TENSOR" if self.dtype.startswith("float8") or self.packed else "NONE"
+        return "NONE" if self.packed == "fp8_indexer" else self.packed.upper()
+
+    def engine_fields(self) -> dict[str, object]:
+        return super().engine_fields() | {
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "head_size_v": self.head_size_v,
+            "dtype": "uint8" if self.dtype.startswith("float8") else self.dtype,
+            "kv_quant_mode": self.quant_mode,
+            "tokens_per_state": self.tokens_per_state,
+            "state_content_bytes": self.state_content_bytes,
+            "sliding_window": getattr(self, "sliding_window", None),
+            "alignment": getattr(self, "alignment", None),
+            "attention_chunk_size": getattr(self, "attention_chunk_size", None),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +348,17 @@ class FullAttentionSpec(AttentionSpec):
     """
 
     kind: ClassVar[str] = "full_attention"
+    short: ClassVar[str] = "full"
+    keeps_all: ClassVar[bool] = True
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+
+    def visible(self, num_tokens: int, encoder_tokens: int | None = None) -> tuple[int, int]:
+        if self.sliding_window is not None:
+            return max(0, num_tokens - self.sliding_window), num_tokens
+        if self.attention_chunk_size is not None:
+            return (num_tokens - 1) // self.attention_chunk_size * self.attention_chunk_size, num_tokens
+        return super().visible(num_tokens, encoder_tokens)
 
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         first = 0
@@ -266,6 +393,8 @@ class MLAAttentionSpec(FullAttentionSpec):
     """Multi-head latent attention: one latent vector a token, no separate V."""
 
     kind: ClassVar[str] = "mla_attention"
+    short: ClassVar[str] = "latent"
+    latent: ClassVar[bool] = True
     head_size_v: int = 0
     #: SPARSE (the latent vectors) or INDEXER (the keys that choose which of them are read)
     cache_role: str = "SPARSE"
@@ -281,13 +410,23 @@ class MLAAttentionSpec(FullAttentionSpec):
     def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
         return KVCacheSpec.merged_with(self, others)
 
+    def engine_fields(self) -> dict[str, object]:
+        return super().engine_fields() | {"cache_role": self.cache_role}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
     """Attention over the last ``sliding_window`` tokens, the current one included."""
 
     kind: ClassVar[str] = "sliding_window"
+    short: ClassVar[str] = "window"
     sliding_window: int
+
+    def promoted(self, block_size: int | None) -> KVCacheSpec | None:
+        return _as_full_attention(self, block_size, sliding_window=self.sliding_window)
+
+    def engine_fields(self) -> dict[str, object]:
+        return super().engine_fields() | {"extra_retained_tokens": 0}
 
     def __post_init__(self) -> None:
         if self.sliding_window < 1:
@@ -310,6 +449,8 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
     """A sliding window over latent vectors."""
 
     kind: ClassVar[str] = "sliding_window_mla"
+    short: ClassVar[str] = "latent window"
+    latent: ClassVar[bool] = True
     head_size_v: int = 0
     #: bytes that the page is rounded up to a multiple of
     alignment: int | None = None
@@ -318,13 +459,23 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
         _round_page_up(self)
         super().__post_init__()
 
+    def promoted(self, block_size: int | None) -> KVCacheSpec | None:
+        return None
+
+    def engine_fields(self) -> dict[str, object]:
+        return super().engine_fields() | {"bounded_replay": False}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
     """Attention within the current chunk of ``attention_chunk_size`` tokens."""
 
     kind: ClassVar[str] = "chunked_local_attention"
+    short: ClassVar[str] = "chunk"
     attention_chunk_size: int
+
+    def promoted(self, block_size: int | None) -> KVCacheSpec | None:
+        return _as_full_attention(self, block_size, attention_chunk_size=self.attention_chunk_size)
 
     def __post_init__(self) -> None:
         if self.attention_chunk_size < 1:
@@ -346,6 +497,10 @@ class CrossAttentionSpec(AttentionSpec):
     """Attention over the encoder's tokens: all of them, whatever the decoder's length."""
 
     kind: ClassVar[str] = "cross_attention"
+    short: ClassVar[str] = "cross"
+    own_blocks: ClassVar[bool] = True
+    filled_whole: ClassVar[bool] = True
+    written_by_steps: ClassVar[bool] = False
     #: encoder tokens the engine reserves for (``max_num_encoder_input_tokens``)
     max_encoder_tokens: int
 
@@ -355,12 +510,26 @@ class CrossAttentionSpec(AttentionSpec):
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         return cdiv(self.max_encoder_tokens, self.block_size)
 
+    def resident_blocks(self, length: int, reserved: int, tokens_per_block: int) -> tuple[float, float]:
+        return reserved, min(reserved, self.max_encoder_tokens / tokens_per_block)
+
+    def visible(self, num_tokens: int, encoder_tokens: int | None = None) -> tuple[int, int]:
+        return 0, self.max_encoder_tokens if encoder_tokens is None else encoder_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class CircularBufferSpec(AttentionSpec):
     """A ring of packed integers, one block a request, ``block_size`` entries long."""
 
     kind: ClassVar[str] = "circular_buffer"
+    short: ClassVar[str] = "ring"
+    bookkeeping: ClassVar[bool] = True
+    own_blocks: ClassVar[bool] = True
+    filled_whole: ClassVar[bool] = True
+
+    @property
+    def not_plain(self) -> str | None:
+        return "circular buffer"
 
     def parts(self) -> tuple[PagePart, ...]:
         return (PagePart("ring", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
@@ -370,6 +539,39 @@ class CircularBufferSpec(AttentionSpec):
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         return 1
+
+    def resident_blocks(self, length: int, reserved: int, tokens_per_block: int) -> tuple[float, float]:
+        return min(1, reserved), min(1, reserved)
+
+
+def _as_full_attention(
+    spec: AttentionSpec,
+    block_size: int | None,
+    *,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+) -> FullAttentionSpec:
+    """A window or chunk layer with every block kept; what it reads stays what it was."""
+    block_size = block_size or spec.block_size
+    padded = spec.page_size_padded
+    if padded is not None:
+        padded = max(padded, spec.unpadded_page_size_bytes * block_size // spec.block_size)
+    return FullAttentionSpec(
+        block_size=block_size,
+        page_size_padded=padded,
+        dcp_sharded=spec.dcp_sharded,
+        block_stride_alignment=spec.block_stride_alignment,
+        kernel_block_tokens=spec.kernel_block_tokens,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        packed=spec.packed,
+        state_content_bytes=spec.state_content_bytes,
+        tokens_per_state=spec.tokens_per_state,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+    )
 
 
 def _blocks_of(first: int, stop: int, tokens_per_block: int) -> range:
@@ -398,6 +600,8 @@ class MambaSpec(KVCacheSpec):
     """
 
     kind: ClassVar[str] = "mamba"
+    holds_state: ClassVar[bool] = True
+    own_blocks: ClassVar[bool] = True
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     mamba_type: str = "MAMBA2"
@@ -447,6 +651,28 @@ class MambaSpec(KVCacheSpec):
         if self.mamba_cache_mode == "align":
             return 2 + self.num_speculative_blocks + self.num_prefill_checkpoint_blocks
         return 1 + self.num_speculative_blocks
+
+    def resident_blocks(self, length: int, reserved: int, tokens_per_block: int) -> tuple[float, float]:
+        return min(1, reserved), min(1, reserved)
+
+    @property
+    def label(self) -> str:
+        return self.mamba_type.lower().removesuffix("_attn").replace("_", " ")
+
+    def miniature(self) -> Self:
+        shapes = tuple(tuple(min(d, 4) for d in shape) for shape in self.shapes)
+        return replace(super().miniature(), shapes=shapes)
+
+    def engine_fields(self) -> dict[str, object]:
+        return super().engine_fields() | {
+            "shapes": [list(shape) for shape in self.shapes],
+            "dtypes": list(self.dtypes),
+            "mamba_type": self.mamba_type,
+            "mamba_cache_mode": self.mamba_cache_mode,
+            "num_speculative_blocks": self.num_speculative_blocks,
+            "num_prefill_checkpoint_blocks": self.num_prefill_checkpoint_blocks,
+            "tokens_per_state": -1,
+        }
 
 
 def _round_page_up(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> None:

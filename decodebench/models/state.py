@@ -122,8 +122,8 @@ def granite_state(f: Fields, name: str, channels: int) -> StateLayer:
 
 
 def read_falcon_h1(f: Fields, root: str) -> list[Layer]:
-    """Attention and Mamba-2 side by side in every layer; the states are numbered behind the attention
-    layers.
+    """Attention and Mamba-2 side by side in every layer; the states are
+    numbered behind the attention layers.
     """
     length = f.layer_count()
     channels = f.optional("mamba_d_ssm") or inner_size(f)

@@ -27,7 +27,6 @@ from decodebench.measure.clock import busy, measure, require_device
 from decodebench.measure.latency import measure_decode
 from decodebench.measure.provenance import provenance
 from decodebench.measure.step import prepare_step
-from decodebench.models.specs import AttentionSpec, CrossAttentionSpec, MambaSpec
 from decodebench.words import seconds_text
 
 
@@ -159,12 +158,12 @@ def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, s
         row |= {"fallback": layers[0].fallback or "", "backend": found.backend, "bandwidth": asdict(limit)}
         row["spread"] = (facts["q3_s"] - facts["q1_s"]) / facts["median_s"]
         row["x_reference"] = _reference_seconds(cache, batch, first) / each
-        if isinstance(spec, AttentionSpec) and spec.head_size_v and not isinstance(spec, CrossAttentionSpec):
+        if not spec.holds_state and spec.head_size_v and spec.written_by_steps:
             row["x_plain"] = _plain_seconds(cache, batch, first, seconds) / each
             if device.type == "cpu":
                 theirs = _vllm_seconds(cache, batch, first, seconds)
                 row["x_vllm"] = theirs and theirs / each
-        if isinstance(spec, MambaSpec):
+        if spec.holds_state:
             states = [x.work.layer for x in layers]
             row["x_multiply"] = _multiply_seconds(cache, batch, states, seconds) / facts["median_s"]
         rows.append(row)

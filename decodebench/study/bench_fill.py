@@ -29,7 +29,7 @@ from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import from_groups, plan
 from decodebench.measure.provenance import provenance
-from decodebench.models.specs import FullAttentionSpec, MambaSpec
+from decodebench.models.specs import FullAttentionSpec
 
 CONSTANT, NORMAL = Constant(0.015), Normal(0.015, 0.02)
 
@@ -93,7 +93,7 @@ def hybrid_case(layout: Layout, requests: int) -> Case:
     for _ in range(requests):
         blocks = [
             len(group.kv_cache_spec.required_blocks(layout.max_model_len, group.block_size, 1 << 30))
-            if not isinstance(group.kv_cache_spec, MambaSpec)
+            if not group.kv_cache_spec.holds_state
             else 1
             for group in layout.groups
         ]
@@ -152,7 +152,7 @@ def vllm_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[
     groups, tensors = [], {}
     for group in cache.layout.groups:
         spec = group.kv_cache_spec
-        if isinstance(spec, MambaSpec):
+        if spec.holds_state:
             their_spec = interface.MambaSpec(
                 block_size=spec.block_size,
                 shapes=spec.shapes,
@@ -169,7 +169,7 @@ def vllm_fill(cache: Cache, case: Case, values: Constant | Normal) -> Callable[[
         groups.append(SimpleNamespace(layer_names=list(group.layer_names), kv_cache_spec=their_spec))
         for layer in group.layer_names:
             # vLLM hands state layers to connectors as raw int8 pages
-            state = isinstance(spec, MambaSpec)
+            state = spec.holds_state
             content = cache.pages(layer)[:, None, None, : spec.unpadded_page_size_bytes]
             tensors[layer] = content.view(torch.int8) if state else cache.view(layer)
     settings = {"fill_mean": values.mean, "fill_std": getattr(values, "std", 0.0)}

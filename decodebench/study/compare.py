@@ -76,9 +76,9 @@ def _by_key(frame, keys: Sequence[str], name: str) -> dict[tuple, dict]:
         key = tuple(row[axis] for axis in keys)
         if key in found:
             raise SweepError(
-                f"the {name} sweep has several rows that differ only in what is compared across: keep one "
-                f"value "
-                f"of it in each sweep (two of them: {found[key]['case_id']} and {row['case_id']})"
+                f"the {name} sweep has several rows that differ only in what is compared across: keep "
+                f"one value of it in each sweep (two of them: {found[key]['case_id']} and "
+                f"{row['case_id']})"
             )
         found[key] = row
     return found
@@ -92,9 +92,8 @@ def _refuse_different(sides: Sequence[dict[tuple, dict]], keys: Sequence[str]) -
         if first != second:
             raise SweepError(
                 f"the sweeps differ in {axis}: {_few(first - second)} only in the first, "
-                f"{_few(second - first)} only "
-                f"in the second. compare(…, across=({axis!r},)) compares them across it, partial=True only "
-                f"what both have"
+                f"{_few(second - first)} only in the second. compare(…, across=({axis!r},)) compares "
+                "them across it, partial=True only what both have"
             )
     raise SweepError(
         f"{len(set(sides[0]) ^ set(sides[1]))} cases are in one sweep only; partial=True compares what both "

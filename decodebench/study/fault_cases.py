@@ -40,8 +40,8 @@ Finding = tuple[bool, str]
 
 @dataclass(frozen=True)
 class SmallCase:
-    """The smallest situation in which a fault shows. ``run(fault)`` says whether something was caught, and
-    what.
+    """The smallest situation in which a fault shows. ``run(fault)`` says
+    whether something was caught, and what.
     """
 
     fault: str
@@ -51,8 +51,8 @@ class SmallCase:
 
 
 def fault_table():
-    """One row a fault: id, name, what it does, the case, how it is caught, what is found with and without
-    it.
+    """One row a fault: id, name, what it does, the case, how it is caught,
+    what is found with and without it.
     """
     import pandas as pd
 
@@ -117,8 +117,8 @@ def halves(layout: Layout, fault: str | None, values: Values = VALUES):
 def filled(
     batch: Batch, values: Values = VALUES, resident: Sequence[Sequence[int]] = ()
 ) -> Callable[[str | None], Finding]:
-    """Fill the batch through both halves and audit every byte; ``resident`` rows hold somebody else's
-    values.
+    """Fill the batch through both halves and audit every byte; ``resident``
+    rows hold somebody else's values.
     """
 
     def run(fault: str | None) -> Finding:

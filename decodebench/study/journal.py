@@ -108,8 +108,8 @@ class Journal:
             self._discard_after(end)
             raise JournalError(
                 f"{self.folder / JOURNAL}: {error.strerror or error} while writing a row. The "
-                f"{len(self.rows)} rows "
-                "finished before it are safe: free some space and start the same sweep again"
+                f"{len(self.rows)} rows finished before it are safe: free some space and start the same "
+                "sweep again"
             ) from error
         self.rows[row["case_id"]] = json.loads(line)
 
@@ -176,9 +176,8 @@ def _read_journal(path: Path) -> tuple[list[dict], int]:
             # only the last line can be half written: a row starts when the one before is on the disk
             if end >= 0 and data[end + 1 :].strip(b"\0\n "):
                 raise JournalError(
-                    f"{path}, line {len(rows) + 1}: not a row, though more rows follow. The file was edited "
-                    f"or "
-                    "damaged: remove that line to go on without it"
+                    f"{path}, line {len(rows) + 1}: not a row, though more rows follow. The file was "
+                    "edited or damaged: remove that line to go on without it"
                 )
             break
         rows.append(row)

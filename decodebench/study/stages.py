@@ -28,8 +28,8 @@ def coverage_stage(case: Case, made: dict) -> dict:
 
 
 def _planned_rows(layout, batch, fault: str | None):
-    """What the connector would write: the scheduler half's plan, or rows per group where the worker half
-    changes it.
+    """What the connector would write: the scheduler half's plan, or rows per
+    group where the worker half changes it.
     """
     scheduler, worker = (
         faulty_halves(layout, fault) if fault else (ConnectorScheduler(layout), ConnectorWorker(layout))

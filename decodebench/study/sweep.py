@@ -36,10 +36,9 @@ def run(
 
     ``grid``: axes (see ``Case``), several such grids, or the path of a TOML file. ``out``: a folder
     for the rows and their provenance; cases that it already holds are not computed again, except
-    those that failed or were refused where ``retry_failed``. Without it nothing is stored. ``progress``: a
-    bar with
-    the time left; by default where stderr is a terminal. ``.attrs["provenance"]`` of the result
-    lists the runs that its ``run`` column names.
+    those that failed or were refused where ``retry_failed``. Without it nothing is stored.
+    ``progress``: a bar with the time left; by default where stderr is a terminal.
+    ``.attrs["provenance"]`` of the result lists the runs that its ``run`` column names.
     """
     forget()
     wanted = cases(load_grid(grid) if isinstance(grid, str | Path) else grid)

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """What a column of the result means. ``dtype`` is pandas' name; ``since``: first measure that fills
-    it.
-    """
+    """What a column of the result means. ``dtype`` is pandas' name; ``since``: first measure that fills it."""
 
     dtype: str
     unit: str
@@ -144,8 +142,8 @@ DTYPES = {name: column.dtype for name, column in COLUMNS.items()}
 
 
 def schema():
-    """The columns of a result table as a DataFrame: name, dtype, unit, meaning, first measure that fills
-    it.
+    """The columns of a result table as a DataFrame: name, dtype, unit,
+    meaning, first measure that fills it.
     """
     import pandas as pd
 

@@ -144,7 +144,7 @@ def only_these_bytes(cache, batch):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(managers(small_layouts(num_blocks=900)), st.sampled_from([NOISE, Tags()]))
+@given(managers(), st.sampled_from([NOISE, Tags()]))
 def test_without_a_fault_all_is_filled_and_nothing_else(manager, values):
     layout, batch = manager.layout, manager.batch()
     cache = allocate(layout)

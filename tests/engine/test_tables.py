@@ -17,7 +17,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as VllmManager
 from vllm.v1.request import Request as VllmRequest
 
 from decodebench.cache.connector import ConnectorScheduler
-from decodebench.cache.tensors import allocate
 from decodebench.layout.pool import KVCacheManager, Request
 
 LONGEST = 512
@@ -92,7 +91,7 @@ def test_tables_rows_and_growth_are_vllms(seed):
         request = VllmRequest(name, [1] * tokens, SamplingParams(max_tokens=200), pooling_params=None)
         assert pool.allocate_slots(request, 1, num_external_computed_tokens=tokens - 1) is not None
         table = pool.get_block_ids(name)
-        blocks = allocate(ours, Request(name, tokens))
+        blocks = ours.allocate(Request(name, tokens))
         assert held(blocks.block_ids) == held(table)
         scheduler = ConnectorScheduler(layout)
         scheduler.update_state_after_alloc(blocks, table, tokens - 1)

@@ -108,8 +108,8 @@ def test_delta_nets_with_prefix_caching(model, memory, block, padding, blocks, t
 
 
 def test_gemma_3_1b():
-    """25.39 GiB (416,008 blocks), length 2,048: 2 padding layers (9.09 %), 950,864 tokens by the old label,
-    461.21x.
+    """25.39 GiB (416,008 blocks), length 2,048: 2 padding layers (9.09 %),
+    950,864 tokens by the old label, 461.21x.
     """
     layout = plan("gemma-3-1b", 416_008 * 65_536, max_model_len=2048)
     c = capacity(layout)
@@ -190,8 +190,8 @@ ATTENTION = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="
 
 
 def test_waste_by_cause():
-    """By hand: 2 + 1 layers of 128-byte pages, a state page of 100 bytes padded to 128, requests of 6
-    tokens.
+    """By hand: 2 + 1 layers of 128-byte pages, a state page of 100 bytes
+    padded to 128, requests of 6 tokens.
     """
     state = MambaSpec(block_size=4, shapes=((25,),), dtypes=("float32",), page_size_padded=128)
     layout = small([[ATTENTION] * 2, [state]], blocks=10, max_model_len=6)

@@ -135,8 +135,8 @@ def test_promotion():
 
 
 def test_packed_splits_windows_to_what_a_block_holds():
-    """As gemma-4 with block-outermost memory: 5 wide pages hold 10 narrow ones, so 25 windows make 3
-    groups.
+    """As gemma-4 with block-outermost memory: 5 wide pages hold 10 narrow
+    ones, so 25 windows make 3 groups.
     """
     wide = FullAttentionSpec(**(HEADS | {"head_size": 16}))
     groups = packed(layers((WINDOW, 25), (wide, 5)))
@@ -146,8 +146,8 @@ def test_packed_splits_windows_to_what_a_block_holds():
 
 
 def test_packed_repeats_a_pattern():
-    """A bucket with equally many layers of two page sizes stays whole; others are split into as many
-    repeats.
+    """A bucket with equally many layers of two page sizes stays whole; others
+    are split into as many repeats.
     """
     wide = FullAttentionSpec(**(HEADS | {"head_size": 16}))
     specs = {}

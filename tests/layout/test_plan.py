@@ -62,8 +62,8 @@ def named(drawn) -> dict:
 
 
 def check_invariants(layout, specs: dict):
-    """Every layer once; all pages inside the memory; pages of one block id apart; blocks of one layer
-    apart.
+    """Every layer once; all pages inside the memory; pages of one block id
+    apart; blocks of one layer apart.
     """
     assert sorted(layout.layer_names) == sorted(specs)
     assert set(layout.placement) == set(specs)

@@ -121,7 +121,7 @@ def fill_required(cache, batch):
                     part[row[0]] = torch.randn(part.shape[1:], generator=random).to(part.dtype)
                 continue
             n, encoder = blocks.request.num_tokens, blocks.request.encoder_tokens
-            start, stop = reads.visible(spec, n, encoder)
+            start, stop = spec.visible(n, encoder)
             for p in range(start, stop if isinstance(spec, CrossAttentionSpec) else stop - 1):
                 slot = view[row[p // spec.block_size], :, p % spec.block_size]
                 value = torch.randn(slot.shape, generator=random).to(torch.float32)
@@ -160,11 +160,11 @@ def backends():
 )
 def test_visible_positions(n, window, chunk):
     specs = attention_specs(16)
-    assert reads.visible(specs["full"], n) == (0, n)
-    assert reads.visible(specs["window"], n) == reads.visible(specs["window as full"], n) == window
-    assert reads.visible(specs["chunk"], n) == chunk
-    assert reads.visible(specs["cross"], n, 37) == (0, 37)
-    assert reads.visible(specs["cross"], n) == (0, 64)
+    assert specs["full"].visible(n) == (0, n)
+    assert specs["window"].visible(n) == specs["window as full"].visible(n) == window
+    assert specs["chunk"].visible(n) == chunk
+    assert specs["cross"].visible(n, 37) == (0, 37)
+    assert specs["cross"].visible(n) == (0, 64)
 
 
 def test_bytes_by_hand():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from decodebench.errors import DecodebenchError
+from decodebench.forecast.weights import fields_of, tensors
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import ConfigError
 from decodebench.models.load import DATA, list_models, load_model
@@ -42,15 +43,23 @@ def test_a_plain_model():
 
 
 def test_known_models_say_where_their_values_come_from():
+    """And hold no field that shapes neither a cache nor weights."""
     assert len(list_models()) >= 29
     for name in list_models():
         model = load_model(name)
         assert model.name == name and model.source != name and not model.generic
         config = json.loads((DATA / name / "config.json").read_text())
-        beyond = (
-            set(config) - set(model.fields_used) - {"_source", "architectures", "model_type", "torch_dtype"}
-        )
-        assert not beyond, f"{name}: fields that shape no cache"
+        f, has = fields_of(model)
+        tensors(model, f, has)
+        aside = {
+            "_source",
+            "architectures",
+            "model_type",
+            "torch_dtype",
+            "index_topk",
+        }  # the last: what is read
+        used = {*model.fields_used, *f.used, *aside}
+        assert not set(config) - used, f"{name}: fields that shape neither a cache nor weights"
 
 
 def test_the_same_from_a_path_a_folder_and_a_dictionary(tmp_path):
@@ -367,8 +376,8 @@ def test_every_family_refuses_an_empty_config_by_name(model_type):
 
 @pytest.mark.parametrize("name", list_models())
 def test_nonsense_in_any_field_is_named_or_harmless(name):
-    """A known config with one field after another replaced: no reader answers with anything but a named
-    error.
+    """A known config with one field after another replaced: no reader answers
+    with anything but a named error.
     """
     config = json.loads((DATA / name / "config.json").read_text())
     for field in (

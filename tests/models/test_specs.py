@@ -1,10 +1,23 @@
 """Page arithmetic, which blocks decode reads, and which specs may share a block table."""
 
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decodebench.cache.run import fill_cache
+from decodebench.cache.tensors import allocate
+from decodebench.coverage.from_bytes import audit
+from decodebench.coverage.required import required_rows
+from decodebench.layout.plan import plan
+from decodebench.layout.pool import admit
+from decodebench.measure.step import compare_with_reference
 from decodebench.models.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -14,6 +27,7 @@ from decodebench.models.specs import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     SpecError,
+    cdiv,
 )
 
 HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
@@ -156,3 +170,32 @@ def test_merging():
 def test_specs_that_no_cache_could_hold(make):
     with pytest.raises(SpecError):
         make()
+
+
+def test_the_kind_of_cache_that_contributing_adds_needs_no_other_file():
+    """The example's own text, run: planned, admitted, filled, audited, shown and stepped through."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    source = re.search(r"```python\n(@dataclass.*?class SpanAttentionSpec.*?)```", text, re.S)[1]
+    names = {"dataclass": dataclass, "ClassVar": ClassVar, "AttentionSpec": AttentionSpec, "cdiv": cdiv}
+    names["__name__"] = __name__
+    exec(source, names)
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": "float32"}
+    spans = names["SpanAttentionSpec"](span=32, spans=2, **shape)
+    layout = plan(
+        {f"layer.{i}": spans if i % 2 else FullAttentionSpec(**shape) for i in range(4)},
+        memory="1MiB",
+        max_model_len=400,
+        max_num_batched_tokens=64,
+    )
+    assert [group.kind for group in layout.groups] == ["full_attention", "span_attention"]
+    assert "spans" in str(layout) and layout.to_dict()["groups"][1]["spec"]["class"] == "SpanAttentionSpec"
+    batch = admit(layout, context=[100, 65, 17])
+    cache = allocate(layout)
+    fill_cache(cache, batch)
+    found = audit(cache, batch)
+    assert found.ok, found.verdict
+    # token 99 lies in span 3: spans 2 and 3, tokens 64 to 98, blocks 4 to 6
+    (rows,) = [r for r in required_rows(layout, batch) if r.request == 0 and r.group == 1]
+    assert rows.positions.tolist() == [4, 5, 6]
+    errors = compare_with_reference(cache, batch, "torch", dtype="float32")
+    assert max(max(pair) for pair in errors.values()) < 1e-5

@@ -1,5 +1,5 @@
-"""The two ways people meet the toolkit, in a real browser: an exported report, and JupyterLab with the
-explorer.
+"""The two ways people meet the toolkit, in a real browser: an exported report,
+and JupyterLab with the explorer.
 """
 
 import shutil

@@ -1,5 +1,5 @@
-"""Notebooks: each runs from top to bottom, states a question, gives a verdict, ends with its settings, holds
-no logic.
+"""Notebooks: each runs from top to bottom, states a question, gives a verdict,
+ends with its settings, holds no logic.
 """
 
 import ast
