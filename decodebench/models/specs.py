@@ -30,6 +30,9 @@ DTYPE_BYTES = {
     "int64": 8,
 }
 
+#: dtypes of a state's tensors that hold positions (of a replay ring), not values
+COUNTERS = ("int16", "int32", "int64")
+
 
 class SpecError(DecodebenchError):
     """A layer spec that no cache could hold (zero heads, negative window, unknown dtype)."""
@@ -630,9 +633,10 @@ class MambaSpec(KVCacheSpec):
         parts, offset = [], 0
         for name, shape, dtype in zip(names, self.shapes, self.dtypes):
             size = prod(shape) * DTYPE_BYTES[dtype]
-            # integers are positions in a ring, not values
-            integers = "int" in dtype
-            part = PagePart(name, (size,), "uint8", offset, True) if integers else PagePart(name, shape, dtype, offset)
+            if dtype in COUNTERS:
+                part = PagePart(name, (size,), "uint8", offset, zeros_only=True)
+            else:
+                part = PagePart(name, shape, dtype, offset)
             parts.append(part)
             offset += size
         return tuple(parts)

@@ -79,13 +79,15 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_layout import KVCacheLayout as Order  # noqa: E402
 from vllm.v1.worker import utils as worker_utils  # noqa: E402
 
-from decodebench.cache.bind import bind  # noqa: E402
+from decodebench.cache.bind import bind as bind_caches  # noqa: E402
 from decodebench.cache.connector import ConnectorScheduler, ConnectorWorker  # noqa: E402
 from decodebench.cache.values import Constant  # noqa: E402
+from decodebench.coverage.from_bytes import audit as db_audit  # noqa: E402
 from decodebench.errors import DecodebenchError  # noqa: E402
-from decodebench.layout.pool import Request, RequestBlocks  # noqa: E402
+from decodebench.layout.pool import Batch, Request, RequestBlocks  # noqa: E402
 from decodebench.vllm import compat  # noqa: E402
 from decodebench.vllm.connector import StepMetadata  # noqa: E402
+from decodebench.vllm.live import StepAuditor  # noqa: E402
 from decodebench.vllm.options import Options  # noqa: E402
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers  # noqa: E402
 
@@ -436,3 +438,136 @@ def _plan(config, groups):
     if planning is kv_cache_utils:
         return planning.get_kv_cache_config_from_groups(config, groups, NUM_BLOCKS * per_block)
     return planning.get_kv_cache_config_from_groups(config, groups, NUM_BLOCKS)
+
+
+def run(case: Case) -> Outcome:
+    """The case through translation, bind, scheduler half, fill and byte audit, and read back independently."""
+    with ExitStack() as settings:
+        for name, replacement in case.on_device.items():
+            settings.enter_context(mock.patch(name, replacement))
+        try:
+            planned, tensors, specs = build(case)
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            return Outcome(case, NOT_BUILT, str(error).split("\n")[0] or type(error).__name__)
+    try:
+        sentence, rows = fill(planned, tensors)
+    except DecodebenchError as error:
+        return Outcome(case, REFUSED, str(error))
+    wrong, zeroed = read_back(case, planned, tensors, specs, rows)
+    if wrong:
+        return Outcome(case, "wrong", f"{wrong[0]} and {len(wrong) - 1} more pages; the audit: {sentence}")
+    if zeroed and "zeroed on purpose (" not in sentence:
+        return Outcome(case, "wrong", f"pages of zeros, and the audit does not say why: {sentence}")
+    return Outcome(case, ZEROED if zeroed else FILLED, sentence)
+
+
+def fill(planned, tensors) -> tuple[str, list[tuple[int, ...]]]:
+    """(the byte audit's verdict, rows filled per group) of one request; raises what the connector raises."""
+    layout, _ = owned_groups(layout_of(planned, engine_config()))
+    tensors = without_shared_layers(layout, tensors)
+    values = Constant(VALUE)
+    tokens = max(2 * max(group.block_size for group in layout.groups) + 3, 5)
+    request = Request("views", tokens)
+    ids = iter(range(1, planned.num_blocks))
+    tables = []
+    for number, group in enumerate(layout.groups):
+        per_block = layout.tokens_per_block(number)
+        skipped = group.kv_cache_spec.num_skipped_tokens(tokens - 1) // per_block
+        tables.append(tuple(0 if i < skipped else next(ids) for i in range(-(-tokens // per_block))))
+    blocks = RequestBlocks(request, 0, tuple(tables))
+    scheduler = ConnectorScheduler(layout)
+    external, _ = scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, blocks.block_ids, external)
+    step = StepMetadata(scheduler.build_connector_meta(), (blocks,), ())
+    worker = ConnectorWorker(layout, values)
+    with tempfile.TemporaryDirectory() as folder:
+        options = Options(mean=VALUE, audit="bytes", strict=True)
+        auditor = StepAuditor(layout, values, options, Path(folder, "audit.jsonl"), 0, "views")
+        cache = bind_caches(layout, tensors)
+        cache.poison()
+        auditor.register(tensors)
+        worker.register_kv_caches(cache)
+        auditor.before_fill(step)
+        auditor.after_fill(step, worker.start_load_kv(step.fill))
+    found = db_audit(cache, Batch(layout, (blocks,)), values)
+    if not found.ok:
+        raise AssertionError(f"the step's audit said OK, the cache's: {found.verdict}")
+    return found.verdict, list(step.fill.requests[0].rows)
+
+
+def read_back(case: Case, planned, tensors, specs, rows) -> tuple[list[str], bool]:
+    """(pages that hold something else than asked, whether some hold zeros) through vLLM's own views."""
+    wrong, zeroed = [], False
+    for group, ids in zip(planned.kv_cache_groups, rows):
+        for layer in group.layer_names:
+            tensor, spec = tensors[layer], specs[layer]
+            kernel_blocks = tensor.shape[0] // planned.num_blocks
+            for block in ids:
+                page = tensor[block * kernel_blocks : (block + 1) * kernel_blocks].contiguous()
+                for numbers in typed(case, spec, page):
+                    if numbers is None:
+                        zeroed = True
+                        good = not page.view(U8).any()
+                    elif numbers.dtype in (torch.int32, torch.int64):
+                        good = not numbers.any()
+                    else:
+                        good = bool((numbers.float() == torch.tensor(VALUE).to(numbers.dtype).float()).all())
+                    if not good:
+                        wrong.append(f"layer {layer}, block {block} ({page.dtype})")
+    return wrong, zeroed
+
+
+def typed(case: Case, spec, page: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    """The numbers that a kernel finds in a page; None for a page of packed bytes."""
+    if isinstance(spec, v.MambaSpec):
+        raw, at = page.view(U8).flatten(), 0
+        for shape, dtype in zip(spec.shapes, spec.dtypes):
+            size = math.prod(shape) * dtype.itemsize
+            yield raw[at : at + size].clone().view(dtype)
+            at += size
+    elif page.dtype.is_floating_point:
+        yield page
+    elif spec.kv_quant_mode == Mode.FP8_PER_TENSOR and case.cache_dtype != "fp8_ds_mla":
+        yield page.view(torch.float8_e5m2 if case.cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn)
+    else:
+        yield None
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+STORED = ROOT / "data" / "results" / "views.json"
+
+
+def table(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
+    """Backend → how many of its cases were served in which way."""
+    counts: dict[str, dict[str, int]] = {}
+    for outcome in outcomes:
+        found = counts.setdefault(outcome.case.backend, {})
+        found[outcome.result] = found.get(outcome.result, 0) + 1
+    missing = [b.name for b in (*HEADS, *LATENT, *SPARSE) if backend_class(b) is None]
+    return counts | {name: {} for name in missing}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="store this release's table")
+    parser.add_argument("--verbose", action="store_true", help="a line a case")
+    arguments = parser.parse_args()
+    outcomes = []
+    for case in cases():
+        outcomes.append(run(case))
+        last = outcomes[-1]
+        if arguments.verbose or last.result in ("wrong", REFUSED):
+            print(f"{case.backend:28s} {case.name:24s} {case.order.name:6s} {last.result:9s} {last.sentence}")
+    found = table(outcomes)
+    for backend, counts in found.items():
+        print(f"{backend:28s} " + (", ".join(f"{n} {result}" for result, n in counts.items()) or "not importable"))
+    if arguments.write:
+        stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+        stored[compat.release(vllm.__version__)] = found
+        STORED.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    return int(any(outcome.result == "wrong" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
