@@ -309,6 +309,8 @@ def _verdict(state: int, zeros_only: bool, poisoned: bool) -> str:
 
 def checksums(pages: torch.Tensor) -> torch.Tensor:
     """One number a row of uint8 ``[blocks, bytes]``; any single changed byte changes it."""
+    if pages.ndim == 3:  # a page in pieces that lie apart
+        return sum(checksums(piece) * (2 * i + 1) for i, piece in enumerate(pages.unbind(1)))
     width = 8 if pages.shape[1] % 8 == 0 and pages.stride(0) % 8 == 0 and pages.data_ptr() % 8 == 0 else 1
     words = pages.view(torch.int64) if width == 8 else pages
     # odd weights, so that moved words count; sums wrap around

@@ -111,8 +111,8 @@ class Backend:
     name: str
     path: str
     block_size: int = 16
-    #: settings that only hold on the backend's own device: dotted name → what stands in for it
-    on_device: Mapping[str, Any] = types.MappingProxyType({})
+    #: settings that only hold on its own device: (dotted name, what stands in for it)
+    on_device: tuple[tuple[str, Any], ...] = ()
 
 
 B = "vllm.v1.attention.backends."
@@ -130,7 +130,7 @@ HEADS = (
     Backend(
         "ROCM_AITER_FA (shuffled)",
         B + "rocm_aiter_fa.AiterFlashAttentionBackend",
-        on_device={B + "rocm_aiter_fa.rocm_aiter_ops.is_shuffle_kv_cache_enabled": lambda: True},
+        on_device=((B + "rocm_aiter_fa.rocm_aiter_ops.is_shuffle_kv_cache_enabled", lambda: True),),
     ),
     Backend("ROCM_AITER_UNIFIED", B + "rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend"),
     Backend("ROCM_SEGMENTED", B + "rocm_segmented_attn.RocmSegmentedAttentionBackend"),
@@ -205,7 +205,7 @@ class Case:
     layers: Mapping[str, tuple[Any, type[AttentionBackend] | None]]
     order: Order
     cache_dtype: str = "auto"
-    on_device: Mapping[str, Any] = types.MappingProxyType({})
+    on_device: tuple[tuple[str, Any], ...] = ()
 
 
 def full(block_size: int, heads: int = 4, head_size: int = 64, dtype=BF16, mode=Mode.NONE, **more):
@@ -443,7 +443,7 @@ def _plan(config, groups):
 def run(case: Case) -> Outcome:
     """The case through translation, bind, scheduler half, fill and byte audit, and read back independently."""
     with ExitStack() as settings:
-        for name, replacement in case.on_device.items():
+        for name, replacement in case.on_device:
             settings.enter_context(mock.patch(name, replacement))
         try:
             planned, tensors, specs = build(case)
