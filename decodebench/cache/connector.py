@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from decodebench.cache.bind import bind
 from decodebench.cache.tensors import Cache
@@ -55,6 +56,16 @@ def startup_groups(layout: Layout) -> frozenset[int]:
     )
 
 
+class Fillable(Protocol):
+    """What the scheduler half asks of a request; vLLM's own objects fit."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
 class ConnectorScheduler:
     """Scheduler half: which rows of which request need values in this step.
 
@@ -70,7 +81,7 @@ class ConnectorScheduler:
         self._preempted: set[str] = set()
         self._pending: dict[str, RequestFill] = {}
 
-    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Fillable, num_computed_tokens: int) -> tuple[int, bool]:
         """(tokens this connector stands in for, False: synchronously).
 
         All uncomputed tokens but the last. 0 for a request that is filled already; one that
@@ -143,7 +154,7 @@ class ConnectorScheduler:
     def groups_filled_at_startup(self) -> frozenset[int]:
         return startup_groups(self.layout)
 
-    def is_filled(self, request, num_computed_tokens: int) -> bool:
+    def is_filled(self, request: Fillable, num_computed_tokens: int) -> bool:
         return num_computed_tokens >= self._filled.get(request.request_id, request.num_tokens)
 
     def tokens_per_block(self, group: int) -> int:
@@ -167,7 +178,7 @@ class ConnectorScheduler:
         return block_id != NULL_BLOCK
 
     def rows_of_group(
-        self, request, group: int, table: Sequence[int], start: int, stop: int
+        self, request: Fillable, group: int, table: Sequence[int], start: int, stop: int
     ) -> tuple[int, ...]:
         positions = self.positions(group, start, stop, len(table))
         self.check_table(request, group, table, positions, stop)
@@ -175,7 +186,9 @@ class ConnectorScheduler:
         self.check_ids(request, group, rows)
         return rows
 
-    def check_table(self, request, group: int, table: Sequence[int], positions: range, stop: int) -> None:
+    def check_table(
+        self, request: Fillable, group: int, table: Sequence[int], positions: range, stop: int
+    ) -> None:
         """The table reaches as far as the plan, and holds blocks wherever decode will read."""
         where, per_block = (
             f"request {request.request_id!r}, {describe(self.layout, group)}",
@@ -194,7 +207,7 @@ class ConnectorScheduler:
                     f"{read.start} to {read.stop - 1} there"
                 )
 
-    def check_ids(self, request, group: int, rows: Sequence[int]) -> None:
+    def check_ids(self, request: Fillable, group: int, rows: Sequence[int]) -> None:
         limit = self.layout.num_blocks_of(group)
         for block_id in rows:
             if not 0 <= block_id < limit:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
+from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker, Fillable
 from decodebench.cache.tensors import Cache
 from decodebench.cache.values import Constant, Values, Zeros
 from decodebench.cache.write import FillReport, fill_rows
@@ -50,41 +50,55 @@ class Fault:
 class _Slicing(ConnectorScheduler):
     """Takes a slice of the table without asking how long it is, or what it holds."""
 
-    def positions(self, group, start, stop, table_length):
+    def positions(self, group: int, start: int, stop: int, table_length: int) -> range:
         wanted = super().positions(group, start, stop, table_length)
         return range(min(wanted.start, table_length), min(wanted.stop, table_length))
 
-    def check_table(self, request, group, table, positions, stop) -> None:
+    def check_table(
+        self, request: Fillable, group: int, table: Sequence[int], positions: range, stop: int
+    ) -> None:
         """Not looked at."""
 
 
 class OneBlockSize(_Slicing):
+    """A2: every group's table is counted in blocks of the first group's size."""
+
     def tokens_per_block(self, group: int) -> int:
         return super().tokens_per_block(0)
 
 
 class PrefixIgnored(_Slicing):
-    def positions(self, group, start, stop, table_length):
+    """A3: filling starts at block 0, over the blocks that a prefix hit brought."""
+
+    def positions(self, group: int, start: int, stop: int, table_length: int) -> range:
         return super().positions(group, 0, stop - start, table_length)
 
 
 class PrefixEndRoundedUp(_Slicing):
+    """A4: the block in which a prefix hit ends is taken for filled."""
+
     def first_block(self, group: int, start: int) -> int:
         return cdiv(start, self.tokens_per_block(group))
 
 
 class NullBlocksFilled(_Slicing):
+    """A5: the null block that pads a window's table is taken for data."""
+
     def keep(self, block_id: int) -> bool:
         return True
 
 
 class ContextParallelIgnored(_Slicing):
+    """A6: a block is counted as ``block_size`` tokens where its ranks share ``block_size × dcp``."""
+
     def tokens_per_block(self, group: int) -> int:
         return self.layout.groups[group].block_size
 
 
 class PreemptedCountsAsFilled(ConnectorScheduler):
-    def is_filled(self, request, num_computed_tokens: int) -> bool:
+    """A13: a request that was preempted and comes back counts as filled."""
+
+    def is_filled(self, request: Fillable, num_computed_tokens: int) -> bool:
         return request.request_id in self._filled
 
     def request_preempted(self, request_id: str) -> None:
@@ -92,11 +106,15 @@ class PreemptedCountsAsFilled(ConnectorScheduler):
 
 
 class IdsUnchecked(_Slicing):
-    def check_ids(self, request, group: int, rows: Sequence[int]) -> None:
+    """A14's scheduler half: ids that no pool has are handed on."""
+
+    def check_ids(self, request: Fillable, group: int, rows: Sequence[int]) -> None:
         """Out of range or not, the worker will see."""
 
 
 class EverythingAtStartup(ConnectorScheduler):
+    """A16's scheduler half: no group is filled per request, though the engine zeroes new blocks."""
+
     def groups_filled_at_startup(self) -> frozenset[int]:
         return _all_but_rings(self.layout)
 
@@ -105,17 +123,23 @@ class EverythingAtStartup(ConnectorScheduler):
 
 
 class Group0Map(ConnectorWorker):
+    """A1: the layers of every group are filled at group 0's block ids."""
+
     def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         limits = [self.layout.num_blocks_of(group) for group in range(len(rows))]
         return [tuple(row for row in rows[0] if row < limit) for limit in limits]
 
 
 class NullBlockAllowed(ConnectorWorker):
+    """A5's worker half: id 0 is written like any other."""
+
     def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
         return fill_rows(self.cache, rows, self.values, allow_null_block=True)
 
 
 class StatesFilledWhole(NullBlockAllowed):
+    """A7: a state tensor is written in its entirety, all requests' states with it."""
+
     def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
             tuple(range(self.layout.num_blocks_of(group)))
@@ -153,11 +177,15 @@ class _OtherValues(ConnectorWorker):
 
 
 class StatesAsRawBytes(_OtherValues):
+    """A8: states arrive as integer pages and are filled by that dtype, which leaves zeros."""
+
     def concerns(self, group: int) -> bool:
         return self.layout.groups[group].kv_cache_spec.holds_state
 
 
 class RingsFilled(_OtherValues):
+    """A9: packed integers of a ring are overwritten by floats."""
+
     write_wrongly = _OtherValues.overwrite_pages
 
     def concerns(self, group: int) -> bool:
@@ -165,6 +193,8 @@ class RingsFilled(_OtherValues):
 
 
 class Fp8CastToInteger(_OtherValues):
+    """A10: the value is cast to the storage's uint8, which makes it 0."""
+
     def concerns(self, group: int) -> bool:
         return any(
             getattr(s, "dtype", "").startswith("float8") for s in self.layout.groups[group].layer_specs
@@ -172,6 +202,8 @@ class Fp8CastToInteger(_OtherValues):
 
 
 class PackedFilled(_OtherValues):
+    """A11: pages with scales among their numbers are filled like plain ones."""
+
     write_wrongly = _OtherValues.overwrite_pages
 
     def concerns(self, group: int) -> bool:
@@ -179,7 +211,7 @@ class PackedFilled(_OtherValues):
 
 
 class KernelBlocksMistaken(ConnectorWorker):
-    """Takes manager ids for rows of a view whose blocks are ``kernel_blocks`` times smaller."""
+    """A12: takes manager ids for rows of a view whose blocks are ``kernel_blocks`` times smaller."""
 
     kernel_blocks = 4
 
@@ -204,6 +236,8 @@ class KernelBlocksMistaken(ConnectorWorker):
 
 
 class SilentSkips(ConnectorWorker):
+    """A14's worker half: ids out of range and layers without a cache are dropped without a word."""
+
     def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
             tuple(row for row in ids if NULL_BLOCK < row < self.layout.num_blocks_of(group))
@@ -222,17 +256,21 @@ class SilentSkips(ConnectorWorker):
 
 
 class FilledPerRequest(ConnectorWorker):
+    """A15: each request of a step fills what the others filled."""
+
     def fill_step(self, meta: ConnectorMetadata, needed: list[tuple[int, ...]]) -> list[FillReport]:
         return [self.write(self.merge(ConnectorMetadata((fill,)))) for fill in meta.requests]
 
 
 class WorkerEverythingAtStartup(ConnectorWorker):
+    """A16's worker half: everything but rings is written once at startup."""
+
     def groups_filled_at_startup(self) -> frozenset[int]:
         return _all_but_rings(self.layout)
 
 
 class FillInsideStep(ConnectorWorker):
-    """Returns at once and fills when the step asks for its first layer."""
+    """A17: returns at once and fills when the step asks for its first layer."""
 
     late: ConnectorMetadata = ConnectorMetadata()
 

@@ -112,14 +112,14 @@ class Constant(Values):
         if not isfinite(self.mean):
             raise FillRefused(f"fill value {self.mean}: must be finite, or decode computes NaN")
 
-    def prepare(self, dtypes, device):
+    def prepare(self, dtypes: Iterable[str], device: torch.device) -> None:
         for dtype in dtypes:
             if self.mean and not encode(self.mean, dtype):
                 raise FillRefused(
                     f"fill value {self.mean} becomes 0 in {dtype}: take a larger one, or Zeros() if zeros are meant"
                 )
 
-    def number(self, dtype):
+    def number(self, dtype: str) -> int:
         return encode(self.mean, dtype)
 
 
@@ -129,7 +129,7 @@ class Zeros(Values):
 
     raw_bytes = True
 
-    def number(self, dtype):
+    def number(self, dtype: str) -> int:
         return 0
 
 
@@ -142,7 +142,7 @@ class Poison(Values):
 
     raw_bytes = True
 
-    def number(self, dtype):
+    def number(self, dtype: str) -> int:
         return poison_number(torch_dtype(dtype).itemsize)
 
 
@@ -176,7 +176,7 @@ class Normal(Values):
         # one more than a multiple of BLOCK_STRIDE: each time around, windows lie one element further
         return elements * 3 // 4 // BLOCK_STRIDE * BLOCK_STRIDE + 1
 
-    def prepare(self, dtypes, device):
+    def prepare(self, dtypes: Iterable[str], device: torch.device) -> None:
         device = torch.device(device)
         wanted = {(dtype, device) for dtype in dtypes}
         if len(wanted) * self.bank_bytes > MAX_BANK_BYTES:
@@ -219,7 +219,9 @@ class Normal(Values):
             "shift_of_block": BLOCK_STRIDE,
         }
 
-    def sources(self, target, dtype, layer, block, step, part):
+    def sources(
+        self, target: torch.Tensor, dtype: str, layer: int, block: int, step: int, part: int
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | int]]:
         bank, (layers, rows, columns) = self.bank(dtype, target.device), target.shape
         spread = (layers - 1) * LAYER_STRIDE
         width = bank.numel() - self.period(dtype) - spread  # fits behind every start
@@ -245,11 +247,13 @@ class Tags(Values):
     of the block, 4 of the layer index, 1 of the part, 3 fixed; digit d is the number (d + 1) / 64.
     """
 
-    def prepare(self, dtypes, device):
+    def prepare(self, dtypes: Iterable[str], device: torch.device) -> None:
         for dtype in dtypes:
             encode(0.0, dtype)
 
-    def sources(self, target, dtype, layer, block, step, part):
+    def sources(
+        self, target: torch.Tensor, dtype: str, layer: int, block: int, step: int, part: int
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | int]]:
         layers, rows, columns = target.shape
         digits = torch.zeros((layers, rows, 16), dtype=torch.int64, device=target.device)
         blocks = torch.arange(rows, device=target.device) * step + block

@@ -331,7 +331,8 @@ def _adopt_touched(tally: Tally, plan: Audit) -> None:
         blocks = [b for b in f.blocks.tolist() if (layout.groups[f.group].pool, b) not in seen]
         if f.state in TOUCHED and blocks:
             layer = None if f.layer is None else layout.groups[f.group].layer_names.index(f.layer)
-            tally.find(f.group, layer, blocks, f.state, f.detail, requests.get(f.request))
+            request = None if f.request is None else requests.get(f.request)
+            tally.find(f.group, layer, blocks, f.state, f.detail, request)
 
 
 def _disagreements(
@@ -347,8 +348,8 @@ def _disagreements(
     ids = rows_of(layout, report)
     overwritten = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
     written = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
-    for group, rows in enumerate(ids):
-        written[layout.groups[group].pool][rows] = True
+    for number, rows in enumerate(ids):
+        written[layout.groups[number].pool][rows] = True
     for finding in plan.findings:
         if finding.state == "clobbered":
             overwritten[layout.groups[finding.group].pool][finding.blocks] = True

@@ -115,10 +115,12 @@ def rows_of(
 
 
 def missing(layout: Layout, group: int) -> str:
+    """Words for an id that the pool does not have."""
     return f"no such block: the pool's ids are 1 to {layout.num_blocks_of(group) - 1}"
 
 
 def overwritten_by(group: int) -> str:
+    """Words for a page that another group's fill took."""
     return f"group {group} was filled over it"
 
 
@@ -172,6 +174,7 @@ def sound_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
 
 
 def equal_rows(planned: Sequence[Sequence[int]], written: Sequence[np.ndarray]) -> bool:
+    """Whether a plan and what was written name the same blocks in every group."""
     return all(np.array_equal(np.asarray(p, dtype=np.int64), w) for p, w in zip(planned, written))
 
 

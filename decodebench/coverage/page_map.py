@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from decodebench.coverage.required import required_rows
+from decodebench.coverage.result import Audit
+from decodebench.layout.pool import Batch
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
-def page_map(audit, batch):
+def page_map(audit: Audit, batch: Batch) -> pd.DataFrame:
     """Every page that a request owns, or that somebody wrote, with its state:
     the table that ``page_maps`` draws.
 
@@ -16,8 +23,8 @@ def page_map(audit, batch):
 
     layout = audit.layout
     state = {(layer, 0): "null" for layer in layout.layer_names}
-    for group, spec in enumerate(layout.groups):
-        owned = {block for blocks in batch.requests for block in blocks.block_ids[group]} - {0}
+    for g, spec in enumerate(layout.groups):
+        owned = {block for blocks in batch.requests for block in blocks.block_ids[g]} - {0}
         state |= {(layer, block): "owned" for layer in spec.layer_names for block in owned}
     for rows in required_rows(layout, batch):
         group = layout.groups[rows.group]

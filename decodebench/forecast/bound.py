@@ -20,7 +20,6 @@ from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, formats
 from decodebench.forecast.weights import depth_of, fields_of, weights, width_of
-from decodebench.layout.reads import visible
 from decodebench.models.layers import AttentionLayer, LatentLayer, StateLayer
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
@@ -578,7 +577,7 @@ class Prepared:
                 if isinstance(reading.spec, MambaSpec):
                     total += count * reading.layers * reading.spec.unpadded_page_size_bytes
                 else:
-                    start, stop = visible(reading.spec, length)
+                    start, stop = reading.spec.visible(length)
                     entries = cdiv(stop - start, reading.spec.tokens_per_state)
                     total += (
                         count
@@ -733,7 +732,7 @@ def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:
     """Entries that one request's step reads from the cache of one layer, and entries that it adds."""
     spec = reading.spec
     assert isinstance(spec, AttentionSpec)
-    start, stop = visible(spec, length)
+    start, stop = spec.visible(length)
     if shards > 1 and spec.dcp_sharded:
         start, stop = start // shards, cdiv(stop, shards)
     new = 0 if isinstance(spec, CrossAttentionSpec | CircularBufferSpec) else 1

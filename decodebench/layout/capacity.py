@@ -79,6 +79,7 @@ def request_blocks(layout: Placed, length: int) -> list[int]:
 
 
 def by_pool(layout: Placed, blocks: Sequence[int]) -> list[int]:
+    """Blocks of each group, summed by the pool they come from."""
     pools = [0] * len(layout.pool_num_blocks)
     for group, count in zip(layout.groups, blocks):
         pools[group.pool] += count

@@ -56,7 +56,7 @@ def compare_rows(
     model = model if are_specs(model) else load_model(model)
     if length is not None and length < 1:
         raise LayoutRefused(f"length {length}: a request has at least one token")
-    rows = []
+    rows: list[dict] = []
     for name in strategies:
         strategy(name)
         try:

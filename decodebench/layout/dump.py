@@ -8,6 +8,7 @@ from dataclasses import asdict
 from decodebench.layout.capacity import capacity
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Grouped, Placed
+from decodebench.models.options import CacheOptions
 from decodebench.models.specs import KVCacheSpec
 
 
@@ -36,7 +37,7 @@ def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
 
 def options_dict(grouped: Grouped) -> dict:
     """What the case was planned with: an engine's options by its names, resolved where they are."""
-    options = asdict(grouped.options)
+    options = asdict(grouped.options or CacheOptions())
     r = grouped.resolved
     resolved = (
         {}
@@ -49,7 +50,7 @@ def options_dict(grouped: Grouped) -> dict:
         | resolved
         | {
             "max_model_len": grouped.max_model_len,
-            "max_in_flight_tokens": grouped.options.max_in_flight_tokens,
+            "max_in_flight_tokens": grouped.max_in_flight_tokens,
             "kernel_block_size": r.kernel_block_size if r else options["kernel_block_size"],
             "kv_cache_layout": grouped.memory_order,
             "grouping": grouped.grouping,
@@ -58,6 +59,7 @@ def options_dict(grouped: Grouped) -> dict:
 
 
 def resolved_dict(grouped: Grouped) -> dict:
+    """Block sizes and modes that the engine derives from the options; empty for a layout by hand."""
     r = grouped.resolved
     if r is None:
         return {}
@@ -70,6 +72,7 @@ def resolved_dict(grouped: Grouped) -> dict:
 
 
 def memory_dict(layout: Placed) -> dict:
+    """What one budget gives: blocks, concurrency, tokens, and where each tensor lies."""
     c = capacity(layout)
     return {
         "num_blocks": layout.num_blocks if len(layout.pool_num_blocks) == 1 else list(layout.pool_num_blocks),
@@ -81,6 +84,7 @@ def memory_dict(layout: Placed) -> dict:
 
 
 def group_dict(group: KVCacheGroupSpec, blocks: int, grouped: Grouped) -> dict:
+    """One group: layers, block size, page, blocks a request of the maximum length, and its merged spec."""
     cache_dtype = grouped.resolved.kv_cache_dtype if grouped.resolved else "auto"
     if group.mixed:
         spec = {

@@ -400,10 +400,11 @@ def strategy(name: str) -> tuple[Strategy, Callable[[Specs], tuple[KVCacheGroupS
     Raises ``GroupingRefused`` for a name that is none.
     """
     match = re.fullmatch(r"(\w+)(?:\((\d+)\))?", name)
-    found = STRATEGIES.get(match[1]) if match else None
-    if found is None or (match[2] is not None) != found.parameter:
+    word, number = match.groups() if match else (name, None)
+    found = STRATEGIES.get(word)
+    if found is None or (number is not None) != found.parameter:
         known = ", ".join(n + ("(k)" if s.parameter else "") for n, s in STRATEGIES.items())
         raise GroupingRefused(f"grouping {name!r}: known are auto, {known}")
-    if found.parameter:
-        return found, lambda specs: found.group(specs, int(match[2]))
+    if number is not None:
+        return found, lambda specs: found.group(specs, int(number))
     return found, found.group

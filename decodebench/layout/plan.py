@@ -73,6 +73,7 @@ def prepare(
     opts = CacheOptions.of(options | {"block_size": block_size})
     how = None if grouping == "auto" else strategy(grouping)
     if are_specs(model):
+        assert isinstance(model, Mapping)
         specs, known, resolved, length = dict(model), None, None, opts.max_model_len
         if not isinstance(length, int):
             raise LayoutRefused("specs by hand say nothing about lengths: give max_model_len as a number")
@@ -106,6 +107,7 @@ def prepare(
 
 
 def are_specs(model: object) -> bool:
+    """Whether this is a layout's layers by hand: layer → ``KVCacheSpec``."""
     return (
         isinstance(model, Mapping) and bool(model) and all(isinstance(s, KVCacheSpec) for s in model.values())
     )
@@ -153,7 +155,7 @@ def _fitted(grouped: Grouped, budget: int) -> Grouped:
     if needed(length) <= usable:
         return grouped
     fits = longest_fitting(needed, usable, length)
-    if grouped.options.max_model_len == "auto" and fits:
+    if grouped.options is not None and grouped.options.max_model_len == "auto" and fits:
         return replace(grouped, max_model_len=fits)
     advice = f"max_model_len = {fits} would fit" if fits else "not even one token fits"
     raise LayoutRefused(
@@ -180,7 +182,8 @@ def pool_bytes(grouped: Grouped, length: int) -> list[int]:
 
 def auto_fit(grouped: Grouped, budget: int) -> dict:
     """The length that fits where the one asked for does not, and the blocks it is served with."""
-    longest = replace(grouped, options=replace(grouped.options, max_model_len="auto"))
+    options = grouped.options or CacheOptions()
+    longest = replace(grouped, options=replace(options, max_model_len="auto"))
     layout = layout_for(longest, budget)
     return {"max_model_len": layout.max_model_len, "num_blocks": layout.num_blocks}
 
@@ -229,6 +232,7 @@ def from_groups(
 def build(
     groups: Sequence[KVCacheGroupSpec], counts: tuple[int, ...], memory_order: str, budget: int = 0, **facts
 ) -> Layout:
+    """A layout of these groups with ``counts`` blocks a pool; ``facts``: further fields of ``Layout``."""
     tensors, size = place(groups, counts, memory_order)
     return Layout(
         groups=tuple(groups),

@@ -9,9 +9,10 @@ whose prompt is stood in for runs its first decode step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, replace
 from operator import index
+from typing import SupportsIndex
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
@@ -89,7 +90,7 @@ class Request:
 def _count(number: object, what: str) -> int:
     """A whole number, or ``BlockError``."""
     try:
-        if isinstance(number, bool):
+        if isinstance(number, bool) or not isinstance(number, SupportsIndex):
             raise TypeError
         return index(number)
     except TypeError:
@@ -256,14 +257,14 @@ class KVCacheManager:
         self._check_room(request, plans)
         tables = []
         for group, (length, held, wanted) in enumerate(plans):
-            table = [NULL_BLOCK] * length
+            grown = [NULL_BLOCK] * length
             for position, block_id in held.items():
-                table[position] = block_id
+                grown[position] = block_id
             for block_id in set(old.block_ids[group]) - set(held.values()) - {NULL_BLOCK}:
                 self._release(group, block_id, request_id)
             for position in wanted:
-                table[position] = self._take(group, request_id)
-            tables.append(tuple(table))
+                grown[position] = self._take(group, request_id)
+            tables.append(tuple(grown))
         self._tables[request_id] = replace(old, request=request, block_ids=tuple(tables))
         return self._tables[request_id]
 
@@ -435,10 +436,10 @@ def admit(
 def _lengths(requests: int | None, context: int | Sequence[int]) -> list[int]:
     """Tokens of each request."""
     count = None if requests is None else _count(requests, "requests")
-    if not hasattr(context, "__len__"):
-        lengths = [_count(context, "context")] * (8 if count is None else count)
-    elif isinstance(context, str):
+    if isinstance(context, str):
         raise BlockError(f"context {context!r}: a number of tokens, or one number a request, is expected")
+    if not isinstance(context, Sized):
+        lengths = [_count(context, "context")] * (8 if count is None else count)
     else:
         lengths = [_count(length, "context") for length in context]
         if count not in (None, len(lengths)):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.layout.pool import Batch
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, cdiv
+from decodebench.layout.pool import Batch, RequestBlocks
+from decodebench.models.layers import Layer
+from decodebench.models.specs import KVCacheSpec, cdiv
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +57,7 @@ def decode_work(layout: Layout, batch: Batch, layers: Sequence[str] | None = Non
                     f"layer {layer!r} reads only the tokens that its indexer chooses: no backend does that, and "
                     "reading all of them would be another model; pass layers= without it"
                 )
-            entry = spec.num_kv_heads * spec.entry_bytes
+            entry = spec.bytes_per_token_slot
             for request in batch.requests:
                 start, stop = local_range(layout, group, spec, request)
                 new = spec.written_by_steps
@@ -83,24 +84,22 @@ def layer_kind(layout: Layout, layer: str) -> str:
     spec = layout.layer_specs[layer]
     if not spec.holds_state:
         return spec.kind
-    mixer = getattr(model_layer(layout, layer), "mixer", None)
-    by_type = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "gdn", "SHORT_CONV": "short_conv"}
-    kind = mixer or by_type.get(spec.mamba_type.upper(), spec.mamba_type.lower())
+    kind = getattr(model_layer(layout, layer), "mixer", None) or spec.recurrence
     if kind not in ("mamba1", "mamba2", "gdn", "kda", "short_conv", "linear"):
         raise DecodeError(
-            f"layer {layer!r}: no decode step for state type {spec.mamba_type!r}; known are MAMBA1, MAMBA2, "
+            f"layer {layer!r}: no decode step for state type {spec.label!r}; known are MAMBA1, MAMBA2, "
             "GDN_ATTN, SHORT_CONV and LINEAR"
         )
     return kind
 
 
-def model_layer(layout: Layout, layer: str):
+def model_layer(layout: Layout, layer: str) -> Layer | None:
     """The model's facts about a layer, or None for a layout made by hand."""
     model = getattr(layout, "model", None)
     return next((x for x in getattr(model, "layers", ()) if x.name == layer), None)
 
 
-def local_range(layout: Layout, group: int, spec: AttentionSpec, request) -> tuple[int, int]:
+def local_range(layout: Layout, group: int, spec: KVCacheSpec, request: RequestBlocks) -> tuple[int, int]:
     """``visible`` in this rank's entries: shared out where decode context parallelism shards the layer."""
     start, stop = spec.visible(request.request.num_tokens, request.request.encoder_tokens)
     shards = layout.decode_context_parallel_size if spec.dcp_sharded else 1

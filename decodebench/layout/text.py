@@ -32,11 +32,13 @@ def rows(layout: Placed) -> list[tuple[str, ...]]:
 
 
 def pages(group: KVCacheGroupSpec) -> str:
+    """Page sizes of a group in bytes, the first three where they are mixed."""
     sizes = list(dict.fromkeys(spec.page_size_bytes for spec in group.layer_specs))
     return " + ".join(f"{size:,}" for size in sizes[:3]) + (" …" if len(sizes) > 3 else "")
 
 
 def padding(group: KVCacheGroupSpec) -> str:
+    """What padding adds to a group's pages, as a share of their content."""
     content = sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
     return f"{group.bytes_per_block / content - 1:.2%}" if group.bytes_per_block > content else "–"
 
@@ -78,6 +80,8 @@ def summary(layout: Placed) -> str:
 
 
 def html_table(layout: Placed) -> str:
+    """The layout as notebooks show it."""
+
     def row(cells: Iterable[str], tag: str) -> str:
         inner = "".join(
             f'<{tag} style="text-align:{"left" if i in (1, 7) else "right"}">{html.escape(cell)}</{tag}>'

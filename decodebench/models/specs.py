@@ -147,6 +147,16 @@ class KVCacheSpec:
         return False
 
     @property
+    def recurrence(self) -> str:
+        """Of states: what advances them, as far as the spec tells."""
+        return ""
+
+    @property
+    def bytes_per_token_slot(self) -> int:
+        """Bytes of one stored entry of all KV heads; 0 for states."""
+        return 0
+
+    @property
     def precision(self) -> tuple[str, str | None] | None:
         """How numbers are stored where a block may change hands between layers; None for states."""
         return None
@@ -261,7 +271,7 @@ class AttentionSpec(KVCacheSpec):
             object.__setattr__(self, "head_size_v", self.head_size)
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(f"KV cache dtype {self.dtype!r}: known are {', '.join(DTYPE_BYTES)}")
-        if self.num_kv_heads < 1 or self.head_size < 1 or self.head_size_v < 0:
+        if self.num_kv_heads < 1 or self.head_size < 1 or (self.head_size_v or 0) < 0:
             raise SpecError(
                 f"attention layer with {self.num_kv_heads} KV heads of size {self.head_size}: "
                 "both must be positive"
@@ -283,7 +293,7 @@ class AttentionSpec(KVCacheSpec):
         """Bytes of one head's entry: its key and its value."""
         if self.state_content_bytes is not None:
             return self.state_content_bytes
-        return (self.head_size + self.head_size_v) * DTYPE_BYTES[self.dtype]
+        return (self.head_size + (self.head_size_v or 0)) * DTYPE_BYTES[self.dtype]
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -296,7 +306,7 @@ class AttentionSpec(KVCacheSpec):
     def parts(self) -> tuple[PagePart, ...]:
         if self.packed is not None:
             return (PagePart("packed", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
-        width = self.num_kv_heads * (self.head_size + self.head_size_v) // self.head_slots
+        width = self.num_kv_heads * (self.head_size + (self.head_size_v or 0)) // self.head_slots
         return (PagePart("kv", (self.entries_per_block, self.head_slots, width), self.dtype),)
 
     @property
@@ -313,6 +323,10 @@ class AttentionSpec(KVCacheSpec):
         if self.packed is not None:
             return replace(small, state_content_bytes=8)
         return replace(small, head_size=1, head_size_v=min(1, self.head_size_v or 0))
+
+    @property
+    def bytes_per_token_slot(self) -> int:
+        return self.num_kv_heads * self.entry_bytes
 
     @property
     def holds_vectors(self) -> bool:
@@ -374,8 +388,8 @@ class FullAttentionSpec(AttentionSpec):
 
     def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
         """Layers that differ only in one window (or chunk) value share a group; two windows do not."""
-        specs = (self, *others)
-        if any(type(spec) is not FullAttentionSpec for spec in specs):
+        specs = [spec for spec in (self, *others) if type(spec) is FullAttentionSpec]
+        if len(specs) < 1 + len(others):
             return None
         windows = {spec.sliding_window for spec in specs} - {None}
         chunks = {spec.attention_chunk_size for spec in specs} - {None}
@@ -437,7 +451,7 @@ class SlidingWindowSpec(AttentionSpec):
         super().__post_init__()
 
     def _same_slots(self, other: KVCacheSpec) -> bool:
-        return other.sliding_window == self.sliding_window
+        return isinstance(other, SlidingWindowSpec) and other.sliding_window == self.sliding_window
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return max(0, num_computed - self.sliding_window + 1)
@@ -486,7 +500,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         super().__post_init__()
 
     def _same_slots(self, other: KVCacheSpec) -> bool:
-        return other.attention_chunk_size == self.attention_chunk_size
+        return (
+            isinstance(other, ChunkedLocalAttentionSpec)
+            and other.attention_chunk_size == self.attention_chunk_size
+        )
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return num_computed // self.attention_chunk_size * self.attention_chunk_size
@@ -643,7 +660,8 @@ class MambaSpec(KVCacheSpec):
 
     def _same_slots(self, other: KVCacheSpec) -> bool:
         return (
-            other.num_speculative_blocks == self.num_speculative_blocks
+            isinstance(other, MambaSpec)
+            and other.num_speculative_blocks == self.num_speculative_blocks
             and other.num_prefill_checkpoint_blocks == self.num_prefill_checkpoint_blocks
             and other.page_size_bytes == self.page_size_bytes
         )
@@ -658,6 +676,11 @@ class MambaSpec(KVCacheSpec):
 
     def resident_blocks(self, length: int, reserved: int, tokens_per_block: int) -> tuple[float, float]:
         return min(1, reserved), min(1, reserved)
+
+    @property
+    def recurrence(self) -> str:
+        words = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "gdn", "SHORT_CONV": "short_conv"}
+        return words.get(self.mamba_type.upper(), self.mamba_type.lower())
 
     @property
     def label(self) -> str:

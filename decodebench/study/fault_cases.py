@@ -10,7 +10,8 @@ the connector's counters; what must never happen silently, by an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from decodebench.cache.connector import ConnectorError, ConnectorScheduler, ConnectorWorker
 from decodebench.cache.faults import FAULTS, faulty_halves
@@ -32,6 +33,9 @@ from decodebench.models.specs import (
     SlidingWindowSpec,
 )
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 VALUES, RESIDENT = Normal(), Normal(seed=1)
 
 #: (caught, what was found)
@@ -50,7 +54,7 @@ class SmallCase:
     run: Callable[[str | None], Finding]
 
 
-def fault_table():
+def fault_table() -> pd.DataFrame:
     """One row a fault: id, name, what it does, the case, how it is caught,
     what is found with and without it.
     """
@@ -79,11 +83,11 @@ def fault_table():
 # -- layouts and batches of a few blocks -----------------------------------------------------------
 
 
-def attention(block_size: int = 16, **changes) -> FullAttentionSpec:
+def attention(block_size: int = 16, **changes: Any) -> FullAttentionSpec:
+    """Full attention in bfloat16, its pages equal whatever the block size."""
     heads = 64 // block_size  # equal pages, whatever the block size
-    return FullAttentionSpec(
-        **{"block_size": block_size, "num_kv_heads": heads, "head_size": 8, "dtype": "bfloat16"} | changes
-    )
+    plain = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=8, dtype="bfloat16")
+    return replace(plain, **changes)
 
 
 def state(block_size: int = 16) -> MambaSpec:
@@ -108,7 +112,10 @@ def one_request(layout: Layout, tokens: int, *tables: Sequence[int], computed: i
     return Batch(layout, (RequestBlocks(Request("a", tokens), computed, tuple(map(tuple, tables))),))
 
 
-def halves(layout: Layout, fault: str | None, values: Values = VALUES):
+def halves(
+    layout: Layout, fault: str | None, values: Values = VALUES
+) -> tuple[ConnectorScheduler, ConnectorWorker]:
+    """The connector's halves with the fault switched on, or as they should be."""
     if fault is None:
         return ConnectorScheduler(layout), ConnectorWorker(layout, values)
     return faulty_halves(layout, fault, values)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
-from decodebench.study.journal import SCHEMA_VERSION
+from decodebench.measure.journal import SCHEMA_VERSION
 
 #: how far a case goes, each level including those before it
 MEASURES = ("layout", "coverage", "audit", "decode")
@@ -172,9 +172,11 @@ def _case(point: dict) -> Case:
     point["model"] = str(point["model"]) if isinstance(point["model"], Path) else point["model"]
     for field in fields(Case):
         value = point.get(field.name, field.default)
-        allowed = _TYPES[field.type]
+        allowed = _TYPES[str(field.type)]
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            raise SweepError(f"axis {field.name!r}: {value!r} is not {field.type.replace('None', 'null')}")
+            raise SweepError(
+                f"axis {field.name!r}: {value!r} is not {str(field.type).replace('None', 'null')}"
+            )
         if isinstance(value, int) and not isinstance(value, bool) and value < (field.name in _POSITIVE):
             raise SweepError(f"axis {field.name!r}: {value} is too small")
     case = Case(**point)

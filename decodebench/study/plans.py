@@ -83,6 +83,7 @@ def batch_of(shape: Case) -> Batch:
 
 
 def layout_stage(case: Case, made: dict) -> dict:
+    """Columns of the layout; leaves it in ``made`` for the stages behind."""
     layout = made["layout"] = layout_of(shape_of(case))
     contexts = case.contexts
     if max(contexts) > layout.max_model_len:

@@ -76,6 +76,7 @@ def audit_stage(case: Case, made: dict) -> dict:
 
 
 def decode_stage(case: Case, made: dict) -> dict:
+    """One decode step on the cache that the audit left, next to what the machine allows."""
     measured = measure_decode(
         made["cache"],
         made["batch"],

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from decodebench.measure.journal import Journal
 from decodebench.measure.provenance import provenance
 from decodebench.study.compare import compare
 from decodebench.study.grid import AXES, Case, SweepError, cases, load_grid
-from decodebench.study.journal import Journal
 from decodebench.study.plans import forget
 from decodebench.study.runners import evaluate
 from decodebench.study.table import COLUMNS, DTYPES, read, schema, table

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from decodebench.measure.journal import columns_of, read_folder, to_frame
 from decodebench.study.grid import AXES
-from decodebench.study.journal import read_folder, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -141,7 +141,7 @@ COLUMNS: dict[str, Column] = {
 DTYPES = {name: column.dtype for name, column in COLUMNS.items()}
 
 
-def schema():
+def schema() -> pd.DataFrame:
     """The columns of a result table as a DataFrame: name, dtype, unit,
     meaning, first measure that fills it.
     """
@@ -150,14 +150,19 @@ def schema():
     return pd.DataFrame([{"column": name} | asdict(column) for name, column in COLUMNS.items()])
 
 
-def read(folder: str | Path):
-    """Every finished row of a result folder, while a sweep is writing there or after; see ``run``."""
+def read(folder: str | Path) -> pd.DataFrame:
+    """Every finished row of a result folder, while it is written or after: of a sweep, a bench, an engine's study.
+
+    ``.attrs["provenance"]`` holds the runs that its ``run`` column names, ``.attrs["axes"]`` the columns that
+    say what was measured. Raises ``JournalError`` where the folder holds no results.
+    """
     rows, runs = read_folder(folder)
     return table(rows, list(rows), runs)
 
 
 def table(rows: Mapping[str, dict], order: Iterable[str], runs: list[dict]) -> pd.DataFrame:
-    """Rows by case id as a DataFrame in this order; ``.attrs["provenance"]`` holds the runs."""
-    frame = to_frame([rows[case_id] for case_id in order], DTYPES)
+    """Rows by case id as a DataFrame in this order; its ``attrs`` are those of ``read``."""
+    frame = to_frame([rows[case_id] for case_id in order], columns_of(runs) or DTYPES)
     frame.attrs["provenance"] = runs
+    frame.attrs["axes"] = next((list(run["axes"]) for run in reversed(runs) if run.get("axes")), list(AXES))
     return frame

@@ -13,11 +13,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from decodebench.measure import journal as journals
+from decodebench.measure.journal import JOURNAL, PARQUET, PROVENANCE, Journal, JournalError, read_folder
 from decodebench.study import compare, plans, runners, sweep
-from decodebench.study import journal as journals
 from decodebench.study import table as table_
 from decodebench.study.grid import Case, SweepError, cases, load_grid, parse_context
-from decodebench.study.journal import JOURNAL, PARQUET, PROVENANCE, Journal, JournalError, read_folder
 
 ROOT = Path(__file__).parents[2]
 TYPES = {"case_id": "string", "value": "Int64", "run": "Int64"}
@@ -106,7 +106,7 @@ def test_a_grid_file(tmp_path):
 
 WRITER = """
 import sys
-from decodebench.study.journal import Journal
+from decodebench.measure.journal import Journal
 folder, total = sys.argv[1], int(sys.argv[2])
 with Journal(folder) as journal:
     missing = [i for i in range(total) if f"case-{i}" not in journal.rows]
@@ -213,7 +213,7 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
 def test_a_full_disk_loses_nothing(tmp_path):
     """A file-size limit stands in for a full disk: the write fails half way, the rows before it are whole."""
     script = (
-        "import resource, sys\nfrom decodebench.study.journal import Journal, JournalError\n"
+        "import resource, sys\nfrom decodebench.measure.journal import Journal, JournalError\n"
         "journal = Journal(sys.argv[1]); journal.begin_run({})\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "for i in range(100):\n"

@@ -487,9 +487,11 @@ def fill(planned, tensors) -> tuple[str, list[tuple[int, ...]]]:
         cache.poison()
         auditor.register(tensors)
         worker.register_kv_caches(cache)
+        # the cache's own audit first: the step's zeroes what stays poison behind a sequence
+        worker.start_load_kv(step.fill)
+        found = db_audit(cache, Batch(layout, (blocks,)), values)
         auditor.before_fill(step)
         auditor.after_fill(step, worker.start_load_kv(step.fill))
-    found = db_audit(cache, Batch(layout, (blocks,)), values)
     if not found.ok:
         raise AssertionError(f"the step's audit said OK, the cache's: {found.verdict}")
     return found.verdict, list(step.fill.requests[0].rows)

@@ -14,15 +14,18 @@ import torch
 
 from decodebench.cache import compiled
 from decodebench.errors import DecodebenchError
-from decodebench.measure.kernels.reference import write_kv  # noqa: F401  (the same for every backend)
+from decodebench.measure.kernels.reference import prepare as prepare
+from decodebench.measure.kernels.reference import write_kv as write_kv
 
 NAME = "cpp"
 ATTENTION, STATES = (Path(__file__).with_name(name) for name in ("attention.cpp", "states.cpp"))
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 
 
-def why_not() -> str | None:
-    """Why this backend cannot run here, or None where it can."""
+def why_not(device: str | torch.device = "cpu") -> str | None:
+    """Why this backend cannot run on the device, or None where it can."""
+    if torch.device(device).type != "cpu":
+        return f"it runs on cpu, the cache is on {device}"
     return compiled.why_not(ATTENTION) or compiled.why_not(STATES)
 
 
@@ -127,7 +130,9 @@ def state_step(kind: str, parts: dict, rows: torch.Tensor, inputs: dict[str, tor
         _call(STATES, "decode_mamba2", *head, groups, y, inputs["dt"], inputs["a"], inputs["d"], out)
     else:
         key_heads = (channels - shape[0] * shape[1]) // (2 * shape[2])
-        _call(STATES, "decode_delta", *head, key_heads, y, inputs["g"], inputs["beta"], int(kind == "kda"), out)
+        _call(
+            STATES, "decode_delta", *head, key_heads, y, inputs["g"], inputs["beta"], int(kind == "kda"), out
+        )
     return out
 
 

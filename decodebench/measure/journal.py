@@ -12,13 +12,18 @@ row is the newer one. Nothing here knows what the columns mean.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: raised when a column changes its meaning or a case its default; folders of another version are refused
 SCHEMA_VERSION = 1
@@ -52,7 +57,9 @@ class Journal:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.run = None
+        self.run: int | None = None
+        self.rows: dict[str, dict] = {}
+        self.runs: list[dict] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = _open_locked(self.folder)
@@ -62,9 +69,7 @@ class Journal:
             ) from error
         try:
             fresh = not (self.folder / PROVENANCE).exists() and not (self.folder / PARQUET).exists()
-            if fresh and os.fstat(self._file.fileno()).st_size == 0:
-                self.rows, self.runs = {}, []
-            else:
+            if not (fresh and os.fstat(self._file.fileno()).st_size == 0):
                 self.rows, self.runs = read_folder(self.folder)
             # a half-written last row: its case was not finished and will run again
             _, whole = _read_journal(self.folder / JOURNAL)
@@ -150,7 +155,54 @@ class Journal:
         (self.folder / JOURNAL).unlink()
 
 
-def to_frame(rows: Iterable[dict], types: dict[str, str]):
+def store(
+    folder: str | Path, rows: Iterable[Mapping[str, object]], axes: Sequence[str], provenance: dict
+) -> None:
+    """Measured rows of whatever kind as one run of a result folder, which ``db.sweep.read`` and ``compare`` take.
+
+    ``axes``: the columns that say what was measured; a row with the same values there replaces the one of
+    an earlier run. All other columns are what was found. Raises ``JournalError`` as ``Journal`` does, and
+    for two rows of the same case.
+    """
+    rows = [dict(row) for row in rows]
+    with Journal(folder) as journal:
+        journal.begin_run(provenance | {"axes": list(axes), "columns": _types(rows)})
+        seen: set[str] = set()
+        for row in rows:
+            content = json.dumps([[axis, _plain(row.get(axis))] for axis in axes])
+            case_id = hashlib.sha256(content.encode()).hexdigest()[:16]
+            if case_id in seen:
+                raise JournalError(
+                    f"{folder}: two rows of one case ({content}): another axis tells them apart"
+                )
+            seen.add(case_id)
+            journal.append({"case_id": case_id} | row)
+        journal.compact([], columns_of(journal.runs) or {})
+
+
+def columns_of(runs: Sequence[Mapping]) -> dict[str, str] | None:
+    """column → pandas dtype as the runs of a folder name them; None where they are a sweep's own."""
+    named: dict[str, str] = {}
+    for run in runs:
+        named |= run.get("columns") or {}
+    return {"case_id": "string", **named, "run": "Int64"} if named else None
+
+
+def _types(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """A pandas dtype that holds every value of a column."""
+    types: dict[str, str] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        kinds = {type(_plain(row[name])) for row in rows if row.get(name) is not None}
+        if kinds <= {bool}:
+            types[name] = "boolean" if kinds else "string"
+        elif kinds <= {int}:
+            types[name] = "Int64"
+        else:
+            types[name] = "Float64" if kinds <= {int, float} else "string"
+    return types
+
+
+def to_frame(rows: Iterable[dict], types: dict[str, str]) -> pd.DataFrame:
     """Rows as a DataFrame with exactly the columns and dtypes of ``types``, missing values empty."""
     import pandas as pd
 
