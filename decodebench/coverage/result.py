@@ -148,7 +148,9 @@ class Audit:
         """The formats among the zeroed rows that hold no plain numbers, in brackets; empty where none is known."""
         specs = getattr(self.layout, "layer_specs", {})
         zeroed = self.counts[:, :, ZEROED_ROW].sum(axis=0)
-        found = [specs[name].not_plain for name, count in zip(self.layout.layer_names, zeroed) if count and specs]
+        found = [
+            specs[name].not_plain for name, count in zip(self.layout.layer_names, zeroed) if count and specs
+        ]
         formats = dict.fromkeys(filter(None, found))
         return f" ({', '.join(formats)}: no plain numbers to fill)" if formats else ""
 

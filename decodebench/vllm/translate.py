@@ -8,8 +8,10 @@ of layer that cannot be described exactly is refused by name: nothing is guessed
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
+import vllm
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as v
 
@@ -113,6 +115,7 @@ def spec_of(
         "block_stride_alignment": compat.block_stride_alignment(spec),
     }
     if isinstance(spec, v.MambaSpec):
+        _check_states(spec, layer)
         return specs.MambaSpec(
             **shared,
             shapes=tuple(tuple(shape) for shape in spec.shapes),
@@ -124,6 +127,20 @@ def spec_of(
         )
     kind = _attention_kind(spec, layer, max_encoder_tokens)
     return kind.pop("class")(**shared, **kind, **_attention_fields(spec, layer, cache_dtype))
+
+
+def _check_states(spec: v.MambaSpec, layer: str) -> None:
+    """Raise where a state would begin at a byte at which its numbers cannot be read in place."""
+    at = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes):
+        if at % dtype.itemsize:
+            raise UnknownToDecodebench(
+                f"layer {layer!r}: {getattr(spec.mamba_type, 'name', spec.mamba_type)} in vLLM "
+                f"{vllm.__version__} puts {dtype_name(dtype)} numbers at byte {at} of a page, no multiple of "
+                f"{dtype.itemsize}, which vLLM's own view cannot read either: choose other state dtypes "
+                "(--mamba-cache-dtype) or a tensor-parallel size that leaves an even number of channels"
+            )
+        at += prod(shape) * dtype.itemsize
 
 
 def _attention_kind(spec: v.KVCacheSpec, layer: str, max_encoder_tokens: int) -> dict:

@@ -63,7 +63,9 @@ def borrow_cpu_extension(release: str) -> None:
             shutil.copy2(file, package)
     # vLLM chooses its platform by the version that it finds installed
     metadata = package.parent / f"vllm-{release}.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace(f"\nVersion: {release}\n", f"\nVersion: {release}+cpu\n", 1))
+    metadata.write_text(
+        metadata.read_text().replace(f"\nVersion: {release}\n", f"\nVersion: {release}+cpu\n", 1)
+    )
 
 
 def main(release: str) -> None:

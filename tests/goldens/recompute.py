@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -33,6 +32,7 @@ prepare_process()
 
 import torch  # noqa: E402
 import vllm  # noqa: E402
+from decodebench.specs import AttentionSpec, KVCacheSpec, MambaSpec  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1 import kv_cache_interface as v  # noqa: E402
@@ -43,7 +43,6 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
 from decodebench import listing  # noqa: E402
 from decodebench.layout import Prepared, prepare  # noqa: E402
-from decodebench.specs import AttentionSpec, DecodebenchError, KVCacheSpec, MambaSpec  # noqa: E402
 
 try:  # 0.33 moved the planning to a module of its own
     from vllm.v1.core import kv_cache_planning as planning
@@ -113,7 +112,11 @@ def engine_config():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(FORWARD | fields_of))
         config = EngineArgs(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=4096
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=4096,
         ).create_engine_config()
     register_all_kvcache_specs(config)
     return config
@@ -309,13 +312,17 @@ def main() -> int:
             if "refused" in case:
                 continue
             grouped = prepare(model, **options_of(case))
-            specs = {n: vllm_spec(s, grouped.resolved.kv_cache_dtype) for n, s in grouped.model.specs(grouped.resolved, grouped.options).items()}
+            specs = {
+                n: vllm_spec(s, grouped.resolved.kv_cache_dtype)
+                for n, s in grouped.model.specs(grouped.resolved, grouped.options).items()
+            }
             found = layout(grouped, specs, [int(b) for b in case["memory"]])
             for key in ("groups", "bytes_per_block", "memory"):
                 a, b = json.loads(json.dumps(found[key])), case[key]
                 if key == "memory":
                     for x in (*a.values(), *b.values()):
-                        if "refused" in x: x["refused"] = ""
+                        if "refused" in x:
+                            x["refused"] = ""
                 if a != b:
                     wrong += 1
                     print(model, case["case"], key, diff(a, b))
@@ -324,15 +331,20 @@ def main() -> int:
 
 
 def diff(a, b, path=""):
-    if type(a) != type(b): return f"{path}: {a!r} != {b!r}"[:300]
+    if type(a) != type(b):
+        return f"{path}: {a!r} != {b!r}"[:300]
     if isinstance(a, dict):
         for k in sorted(a.keys() | b.keys()):
-            if k not in a or k not in b: return f"{path}.{k}: only in {'stored' if k in b else 'found'} {a.get(k, b.get(k))}"[:300]
-            if a[k] != b[k]: return diff(a[k], b[k], f"{path}.{k}")
+            if k not in a or k not in b:
+                return f"{path}.{k}: only in {'stored' if k in b else 'found'} {a.get(k, b.get(k))}"[:300]
+            if a[k] != b[k]:
+                return diff(a[k], b[k], f"{path}.{k}")
     if isinstance(a, list):
-        if len(a) != len(b): return f"{path} len {len(a)} != {len(b)}"
+        if len(a) != len(b):
+            return f"{path} len {len(a)} != {len(b)}"
         for i, (x, y) in enumerate(zip(a, b)):
-            if x != y: return diff(x, y, f"{path}[{i}]")
+            if x != y:
+                return diff(x, y, f"{path}[{i}]")
     return f"{path}: {a!r} != {b!r}"[:300]
 
 

@@ -1,7 +1,8 @@
 """Every backend's cache tensors, built without a GPU by the installed vLLM's own code.
 
     python tests/support/views.py                 # the table of this release, a line a refusal below it
-    python tests/support/views.py --write         # stores it in data/results/views.json, README shows it
+    python tests/support/views.py --write         # stores it in data/results/views.json
+    python tests/support/views.py --readme        # README's table of all stored releases
 
 A backend customises a layer's spec, vLLM groups the layers, plans the memory, picks kernel blocks and
 allocates; our connector's halves translate, bind and fill what comes out, the byte audit judges it, and
@@ -72,7 +73,7 @@ sys.meta_path.insert(0, StandIn("flashinfer"))
 import vllm  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1 import kv_cache_interface as v  # noqa: E402
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf  # noqa: E402
+from vllm.v1.attention.backend import AttentionBackend  # noqa: E402
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as StateKind  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
@@ -244,11 +245,7 @@ def latent(block_size: int, dtype=BF16, mode=Mode.NONE, cache_dtype: str = "auto
 
 def indexer(block_size: int):
     return v.MLAAttentionSpec(
-        block_size=block_size,
-        num_kv_heads=1,
-        head_size=132,
-        dtype=U8,
-        cache_role=v.SparseCacheRole.INDEXER,
+        block_size=block_size, num_kv_heads=1, head_size=132, dtype=U8, cache_role=v.SparseCacheRole.INDEXER
     )
 
 
@@ -306,7 +303,7 @@ def cases() -> Iterator[Case]:
 def _head_cases(backend: Backend, cls, order: Order) -> Iterator[Case]:
     size = backend.block_size
     for cache_dtype, dtype, mode in (("auto", BF16, Mode.NONE), ("fp8", U8, Mode.FP8_PER_TENSOR)):
-        shape = {"dtype": dtype, "mode": mode}
+        shape: dict[str, Any] = {"dtype": dtype, "mode": mode}
         page = full(size, **shape).page_size_bytes
         state_page = state(size, "MAMBA2", None).page_size_bytes
         tall = size * -(-state_page // page)
@@ -333,7 +330,7 @@ def _head_cases(backend: Backend, cls, order: Order) -> Iterator[Case]:
 def _latent_cases(backend: Backend, cls, order: Order) -> Iterator[Case]:
     size = backend.block_size
     for cache_dtype, dtype, mode in (("auto", BF16, Mode.NONE), ("fp8", U8, Mode.FP8_PER_TENSOR)):
-        spec = latent(size, dtype, mode, cache_dtype)
+        spec, split = (latent(tokens, dtype, mode, cache_dtype) for tokens in (size, 128))
         tall = size * -(-state(size, "GDN_ATTN", None).page_size_bytes // spec.page_size_bytes)
         large = latent(tall, dtype, mode, cache_dtype)
         hybrid = {
@@ -344,7 +341,7 @@ def _latent_cases(backend: Backend, cls, order: Order) -> Iterator[Case]:
         }
         compositions = {
             "one group": layers(3, lambda i, s=spec: (s, cls)),
-            "kernel blocks": layers(3, lambda i: (latent(128, dtype, mode, cache_dtype), cls)),
+            "kernel blocks": layers(3, lambda i, s=split: (s, cls)),
             "state hybrid": hybrid,
         }
         for name, specs in compositions.items():
@@ -408,8 +405,10 @@ def build(case: Case):
     config.cache_config.kv_cache_layout = case.order.name
     config.cache_config.cache_dtype = case.cache_dtype
     specs, classes = {}, {}
+    # before 0.32 only the backend's own hook
+    customize = getattr(worker_utils, "customize_attention_spec", lambda cls, spec: cls.customize_spec(spec))
     for name, (spec, cls) in case.layers.items():
-        specs[name] = worker_utils.customize_attention_spec(cls, spec) if cls is not None else spec
+        specs[name] = customize(cls, spec) if cls is not None else spec
         classes[name] = cls
     shapes = {(s.num_heads, s.num_states, s.page_size_bytes) for s in specs.values()}
     if len(shapes) > 1 and not case.order.is_block_compact:
@@ -435,9 +434,7 @@ def _plan(config, groups):
         per_block = planning._pool_bytes_per_block(config, groups)
     except TypeError:  # before 0.32
         per_block = planning._pool_bytes_per_block(groups)
-    if planning is kv_cache_utils:
-        return planning.get_kv_cache_config_from_groups(config, groups, NUM_BLOCKS * per_block)
-    return planning.get_kv_cache_config_from_groups(config, groups, NUM_BLOCKS)
+    return planning.get_kv_cache_config_from_groups(config, groups, NUM_BLOCKS * per_block)
 
 
 def run(case: Case) -> Outcome:
@@ -550,11 +547,33 @@ def table(outcomes: list[Outcome]) -> dict[str, dict[str, int]]:
     return counts | {name: {} for name in missing}
 
 
+def readme_table() -> str:
+    """README's table of the stored releases: a row a backend."""
+    stored = json.loads(STORED.read_text())
+    backends = list(dict.fromkeys(name for release in stored.values() for name in release))
+    lines = [f"| backend | {' | '.join(stored)} |", "| --- |" + " --- |" * len(stored)]
+    for name in backends:
+        cells = [_cell(release.get(name)) for release in stored.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return "–"
+    served = [f"{counts[result]} {result}" for result in (FILLED, ZEROED, REFUSED) if result in counts]
+    return ", ".join(served) or "not importable without its device"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="store this release's table")
     parser.add_argument("--verbose", action="store_true", help="a line a case")
+    parser.add_argument("--readme", action="store_true", help="print README's table of what is stored")
     arguments = parser.parse_args()
+    if arguments.readme:
+        print(readme_table())
+        return 0
     outcomes = []
     for case in cases():
         outcomes.append(run(case))
@@ -563,7 +582,10 @@ def main() -> int:
             print(f"{case.backend:28s} {case.name:24s} {case.order.name:6s} {last.result:9s} {last.sentence}")
     found = table(outcomes)
     for backend, counts in found.items():
-        print(f"{backend:28s} " + (", ".join(f"{n} {result}" for result, n in counts.items()) or "not importable"))
+        print(
+            f"{backend:28s} "
+            + (", ".join(f"{n} {result}" for result, n in counts.items()) or "not importable")
+        )
     if arguments.write:
         stored = json.loads(STORED.read_text()) if STORED.exists() else {}
         stored[compat.release(vllm.__version__)] = found
