@@ -15,10 +15,14 @@ else
 PY := .venv/bin/python
 endif
 
-.PHONY: report test test-vllm lint lab venv clean
+.PHONY: report gpu test test-vllm lint lab venv clean
 
 report: $(SETUP)
 	$(PY) -m decodebench report --profile $(PROFILE)
+
+# on a GPU machine, in the environment whose torch uses the card (README, "On a GPU"); sets up nothing
+gpu:
+	python3 -m decodebench gpu
 
 # passive: OpenMP threads that spin while they wait make tests several times slower on a busy machine
 test: $(SETUP)

@@ -39,6 +39,7 @@ COMMANDS = {
         "a grid of cases to a table",
     ),
     "report": ("decodebench.show.report", "add_report_arguments", "report_command", "notebooks to HTML"),
+    "gpu": ("decodebench.study.gpu", "add_gpu_arguments", "gpu_command", "ten minutes of figures from a GPU"),
     "bench fill": (
         "decodebench.study.bench_fill",
         "add_arguments",

@@ -14,12 +14,13 @@ from typing import Protocol
 
 from decodebench.cache.bind import bind
 from decodebench.cache.tensors import Cache
-from decodebench.cache.values import Values, default_values
+from decodebench.cache.values import Constant, Values, Zeros, default_values
 from decodebench.cache.write import FillReport, fill_rows, merge_rows
 from decodebench.errors import DecodebenchError
+from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK
-from decodebench.models.specs import AttentionSpec, CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
+from decodebench.models.specs import KVCacheSpec
 
 
 class ConnectorError(DecodebenchError):
@@ -42,18 +43,33 @@ class ConnectorMetadata:
     requests: tuple[RequestFill, ...] = ()
 
 
-def startup_groups(layout: Layout) -> frozenset[int]:
-    """Groups that one fill at startup covers for good.
+def startup_groups(layout: Layout, values: Values | None = None) -> frozenset[int]:
+    """Groups that one fill of ``values`` (default: a constant) at startup covers for good.
 
-    Not circular buffers, which are zeroed per request; and not attention whose new blocks the
-    engine zeroes before use, which would wipe the fill.
+    Not circular buffers, which are zeroed per request, and not states, which every step replaces;
+    not attention whose new blocks the engine zeroes before use, which would wipe the fill; and not
+    groups that share a pool with other bytes: a block that changes hands brings what was written
+    for another group. There only a constant of one precision is the same for all.
     """
-    return frozenset(
-        g
-        for g, group in enumerate(layout.groups)
-        if not isinstance(group.kv_cache_spec, CircularBufferSpec)
-        and not (layout.needs_kv_cache_zeroing and isinstance(group.kv_cache_spec, AttentionSpec))
-    )
+    same_anywhere = values is None or isinstance(values, Constant | Zeros)
+
+    def keeps(group: KVCacheGroupSpec) -> bool:
+        spec = group.kv_cache_spec
+        if spec.bookkeeping or spec.holds_state:
+            return False
+        neighbours = [other for other in layout.groups if other.pool == group.pool]
+        contents = {_content(spec) for other in neighbours for spec in other.layer_specs}
+        return not layout.needs_kv_cache_zeroing and (
+            len(neighbours) == 1 or (same_anywhere and len(contents) == 1)
+        )
+
+    return frozenset(g for g, group in enumerate(layout.groups) if keeps(group))
+
+
+def _content(spec: KVCacheSpec) -> tuple:
+    """What decides a page's bytes under a constant, wherever in the page they lie."""
+    numbers = frozenset((part.dtype, part.zeros_only) for part in spec.parts())
+    return numbers, spec.bookkeeping
 
 
 class Fillable(Protocol):
@@ -70,11 +86,13 @@ class ConnectorScheduler:
     """Scheduler half: which rows of which request need values in this step.
 
     ``request`` is anything with ``request_id`` and ``num_tokens`` (vLLM's own objects fit).
+    ``startup_fill``: the worker writes ``values`` (default: a constant) once at startup, and groups
+    that keep them (``startup_groups``) get no rows here.
     ``counters``: requests filled, refilled after a preemption, and external tokens stood in for.
     """
 
-    def __init__(self, layout: Layout, startup_fill: bool = False) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, startup_fill: bool = False, values: Values | None = None) -> None:
+        self.layout, self.values = layout, values
         self.startup_filled = self.groups_filled_at_startup() if startup_fill else frozenset()
         self.counters = {"requests_filled": 0, "requests_refilled": 0, "external_tokens": 0}
         self._filled: dict[str, int] = {}  # request → tokens that its blocks hold
@@ -152,7 +170,7 @@ class ConnectorScheduler:
     # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
 
     def groups_filled_at_startup(self) -> frozenset[int]:
-        return startup_groups(self.layout)
+        return startup_groups(self.layout, self.values)
 
     def is_filled(self, request: Fillable, num_computed_tokens: int) -> bool:
         return num_computed_tokens >= self._filled.get(request.request_id, request.num_tokens)
@@ -167,12 +185,10 @@ class ConnectorScheduler:
     def positions(self, group: int, start: int, stop: int, table_length: int) -> range:
         """Block-table positions that hold external tokens ``[start, stop)``."""
         spec = self.layout.groups[group].kv_cache_spec
-        if isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
-            return range(table_length)
-        last = cdiv(stop, self.tokens_per_block(group))
-        if isinstance(spec, MambaSpec):
-            return range(last - 1, last)  # the state after token stop, which the step starts from
-        return range(self.first_block(group, start), last)
+        held = spec.held_blocks(stop + 1, self.tokens_per_block(group), table_length)
+        if spec.own_blocks:
+            return held
+        return range(self.first_block(group, start), held.stop)
 
     def keep(self, block_id: int) -> bool:
         return block_id != NULL_BLOCK
@@ -282,7 +298,7 @@ class ConnectorWorker:
     # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
 
     def groups_filled_at_startup(self) -> frozenset[int]:
-        return startup_groups(self.layout)
+        return startup_groups(self.layout, self.values)
 
     def bind(self, kv_caches: Mapping) -> Cache:
         return bind(self.layout, kv_caches)

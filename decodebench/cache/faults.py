@@ -112,6 +112,14 @@ class IdsUnchecked(_Slicing):
         """Out of range or not, the worker will see."""
 
 
+class StateBeforeTheCopy(ConnectorScheduler):
+    """Fills the state after the last token stood in for, wherever the step reads the running one."""
+
+    def positions(self, group, start, stop, table_length):
+        wanted = super().positions(group, start, stop, table_length)
+        return wanted[:1] if self.layout.groups[group].kv_cache_spec.holds_state else wanted
+
+
 class EverythingAtStartup(ConnectorScheduler):
     """A16's scheduler half: no group is filled per request, though the engine zeroes new blocks."""
 
@@ -387,6 +395,12 @@ FAULTS: dict[str, Fault] = {
             "the fill runs within the first decode step",
             worker=FillInsideStep,
             leaves=COST,
+        ),
+        Fault(
+            "A18",
+            "state before the copy",
+            "where a token opens a block, the block that its state was copied from is filled",
+            StateBeforeTheCopy,
         ),
     )
 }

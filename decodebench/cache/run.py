@@ -49,16 +49,15 @@ def fill_cache(
 
     ``values``: ``Normal()`` by default, whose content tells every layer and block apart, so that ``audit``
     can say where a stray byte came from. ``fault`` switches one of the connector's historic defects on
-    (``decodebench.FAULTS``). ``startup_fill``: everything is written before the first request comes, then
-    the engine zeroes new blocks where it does; groups lie over each other, so only a constant (the default
-    then) is found again in all of them. The report is the step's; what a startup fill wrote is not in it.
+    (``decodebench.FAULTS``). ``startup_fill``: everything is written before the first request comes, as far
+    as it keeps (``startup_groups``; a constant is the default then), then the engine zeroes new blocks where
+    it does. The report is the step's; what a startup fill wrote is not in it.
 
-    Raises ``DecodebenchError`` subclasses that name group, layer and block
-    before the first byte is written.
+    Raises ``DecodebenchError`` subclasses that name group, layer and block before the first byte is written.
     """
     if fault is None:
         values = default_values(startup_fill) if values is None else values
-        scheduler = ConnectorScheduler(cache.layout, startup_fill)
+        scheduler = ConnectorScheduler(cache.layout, startup_fill, values)
         worker = ConnectorWorker(cache.layout, values, startup_fill)
     else:
         scheduler, worker = faulty_halves(cache.layout, fault, default_values() if values is None else values)

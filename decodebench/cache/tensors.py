@@ -282,7 +282,13 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
             f"a cache of {layout.size / 2**30:.2f} GiB does not fit into the {free / 2**30:.2f} GiB that "
             f"{device} has free: plan a smaller memory, or use layout.with_num_blocks for a small cache"
         )
-    storage = torch.empty(layout.size, dtype=torch.uint8, device=device)
+    try:
+        storage = torch.empty(layout.size, dtype=torch.uint8, device=device)
+    except torch.cuda.OutOfMemoryError:  # free, but in pieces
+        raise AllocationRefused(
+            f"a cache of {layout.size / 2**30:.2f} GiB finds no room in one piece on {device}, which has "
+            f"{free / 2**30:.2f} GiB free: plan a smaller memory, or start in a fresh process"
+        ) from None
     if initial is not None:
         storage.fill_(POISON if initial == "poison" else 0)
     raw = storage.untyped_storage()
@@ -305,7 +311,9 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise AllocationRefused(f"device {device}: no CUDA device is usable here; use device='cpu'")
-        return torch.cuda.mem_get_info(device)[0]
+        # what torch keeps for its next allocation is free as well; it gives it back before it refuses
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     if device.type != "cpu":
         return 2**62
     meminfo = Path("/proc/meminfo")

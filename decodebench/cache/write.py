@@ -18,7 +18,16 @@ import torch
 
 from decodebench.cache import compiled_rows
 from decodebench.cache.tensors import Cache, Span
-from decodebench.cache.values import FillRefused, Normal, Values, default_values, put, source_of, value_dtypes
+from decodebench.cache.values import (
+    FillRefused,
+    Normal,
+    Tags,
+    Values,
+    default_values,
+    put,
+    source_of,
+    value_dtypes,
+)
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 
@@ -49,6 +58,8 @@ class FillReport:
     bytes_zeroed: int = 0
     writes: int = 0
     seconds: float = 0.0
+    #: of them the device's own, where it keeps its own time (CUDA); the host's work is the rest
+    device_seconds: float | None = None
     prepare_seconds: float = 0.0
 
     def count(self, nbytes: int, zeroed: bool) -> None:
@@ -129,22 +140,49 @@ def fill_rows(
     report = FillReport(rows=[0] * len(rows_by_group), block_ids=[()] * len(rows_by_group))
     for group_spans, rows in zip(spans, rows_by_group):
         report.bytes_needed += len(rows) * sum(s.view.shape[0] * s.part.nbytes for s in group_spans)
+    kernel = _kernel(cache.device)
+    if kernel is not None:
+        for span in [s for group_spans in spans for s in group_spans]:
+            _warm(kernel, span, values)
+    events = _events(cache.device)
     started = time.perf_counter()
     report.prepare_seconds = started - began
     try:
-        spans = _fill_compiled(spans, rows_by_group, values, report)
+        if events:
+            events[0].record()
+        if kernel is None:
+            spans = _fill_compiled(spans, rows_by_group, values, report)
         for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
-            group_runs = runs(rows) if group_spans else []
+            ids = kernel.device_rows(rows, cache.device) if kernel is not None and rows else None
+            group_runs = runs(rows) if group_spans and (ids is None or isinstance(values, Tags)) else []
             for span in group_spans:
-                _fill_span(span, group_runs, values, report)
+                _fill_span(span, group_runs, values, report, ids)
             report.rows[group], report.block_ids[group] = len(rows), tuple(rows)
     except RuntimeError as error:
         raise FillFailed(f"the fill broke after {report.bytes_written} bytes: {error}", report) from error
     finally:
-        if cache.device.type == "cuda":
+        if events:
+            events[1].record()
             torch.cuda.synchronize(cache.device)
+            report.device_seconds = events[0].elapsed_time(events[1]) / 1e3
         report.seconds = time.perf_counter() - started
     return report
+
+
+def _warm(kernel: ModuleType, span: Span, values: Values) -> None:
+    """Compile what this span's launch needs, before the clock runs."""
+    source = source_of(span, values)
+    number = source.number(span.part.dtype)
+    if number is not None or isinstance(source, Normal):
+        window = source.window(span) if number is None else None
+        kernel.launch(span.bits, kernel.device_rows([0], span.bits.device), number, window).warm()
+
+
+def _events(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 def _fill_compiled(
@@ -174,21 +212,25 @@ def _fill_compiled(
 
 
 def _fill_span(
-    span: Span, group_runs: list[tuple[int, int, int]], values: Values, report: FillReport
+    span: Span,
+    group_runs: list[tuple[int, int, int]],
+    values: Values,
+    report: FillReport,
+    ids: torch.Tensor | None = None,
 ) -> None:
-    """Write one part of some layers of a group, run after run."""
+    """Write one part of some layers of a group: in one launch where ``ids`` lie on a GPU, else run by run."""
     source = source_of(span, values)
     number = source.number(span.part.dtype)
     zeroed = span.part.zeros_only and number == 0
-    rows = sum(count for _, count, _ in group_runs)
-    ids = [start + i * step for start, count, step in group_runs for i in range(count)]
     kernel = _kernel(span.bits.device)
-    if kernel is not None and (number is not None or isinstance(source, Normal)):
+    if ids is not None and kernel is not None and (number is not None or isinstance(source, Normal)):
         noise = source.window(span) if number is None else {}
         kernel.write(span.bits, ids, number, **noise)
-        report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
+        report.count(len(ids) * span.bits.shape[0] * span.part.nbytes, zeroed)
         return
+    rows = sum(count for _, count, _ in group_runs)
     if number is not None and _indexed_is_faster(span, rows, len(group_runs)):
+        ids = [start + i * step for start, count, step in group_runs for i in range(count)]
         span.bits.index_fill_(1, torch.tensor(ids, device=span.bits.device), number)
         report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
         return

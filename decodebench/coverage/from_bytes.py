@@ -18,6 +18,7 @@ from decodebench.coverage.required import (
     CoverageError,
     RequiredRows,
     holding_rows,
+    kept_rows,
     owners,
     required_rows,
     steps_between,
@@ -25,6 +26,7 @@ from decodebench.coverage.required import (
 )
 from decodebench.coverage.result import (
     FILLED_ROW,
+    FOR_LATER_HITS,
     NOTHING_TO_HOLD,
     SHARED,
     TOUCHED,
@@ -38,6 +40,7 @@ from decodebench.coverage.result import (
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK, Batch
+from decodebench.models.specs import KVCacheSpec
 
 STILL_POISON = "still poison: decode reads NaN"
 UNASKED_ZEROS = "zeros that nobody asked for"
@@ -58,9 +61,10 @@ def audit(
     says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
     compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
     request outside this batch); without it they count as covered where they hold anything but
-    poison. ``admitted``: the batch as it was filled, where ``batch`` is a later state of it: rows
-    that decode steps wrote into are covered unless they are still poison. ``startup_fill``:
-    everything was written once before, so that only what is required is judged.
+    poison or zeros that nobody asked for. ``admitted``: the batch as it was filled, where ``batch``
+    is a later state of it: rows that decode steps wrote into are covered unless they are still
+    poison. ``startup_fill``: everything was written once before, so that only what is required is
+    judged.
 
     Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache
     that was allocated without poison. Whoever binds an engine's tensors has to poison them.
@@ -80,6 +84,7 @@ def audit(
     ]
     states = [s.states.numpy() for s in seen]
     held = _resident_states(cache, required, resident)
+    kept = () if steps.ran else kept_rows(layout, batch)
 
     covered = [np.zeros(s.shape, dtype=bool) for s in states]
     expected = [np.zeros(s.shape, dtype=bool) for s in states]
@@ -93,9 +98,14 @@ def audit(
         stepped = exists & steps.written[group][ids]
         for layer in rows.layers:
             found = states[group][layer, ids]
-            row_states = _row_states(found, layout.groups[group].layer_specs[layer], values)
+            spec = layout.groups[group].layer_specs[layer]
+            row_states = states_of_fill(found, spec, values)
             if foreign.any():
-                row_states = np.where(foreign, _states_of_hit(held.get(group), found, layer, ids), row_states)
+                if group in held:
+                    of_hit = states_of_fill(held[group][layer, ids], spec, resident)
+                else:
+                    of_hit = states_of_hit(found, spec)
+                row_states = np.where(foreign, of_hit, row_states)
             if stepped.any():
                 row_states = np.where(stepped & (found != UNTOUCHED), FILLED_ROW, row_states)
             row_states[~exists] = UNCOVERED_ROW
@@ -110,6 +120,15 @@ def audit(
                 short.append(
                     (rows, layer, (row_states >= WRONG_ROW) & exists, foreign & (row_states == WRONG_ROW))
                 )
+
+    for rows in kept:
+        for layer in rows.layers:
+            spec = layout.groups[rows.group].layer_specs[layer]
+            found = states[rows.group][layer, rows.block_ids]
+            bad = states_of_fill(found, spec, values) >= WRONG_ROW
+            expected[rows.group][layer, rows.block_ids] = True
+            tally.find(rows.group, layer, rows.block_ids[bad & (found != WRONG)], "uncovered", FOR_LATER_HITS)
+            tally.find(rows.group, layer, rows.block_ids[bad & (found == WRONG)], "wrong", FOR_LATER_HITS)
 
     touched = [
         (
@@ -130,7 +149,7 @@ def audit(
         _drop_passed_on(layout, states, touched, owner, origins)
     for rows, layer, bad, hit in short:
         tally.find(rows.group, layer, rows.block_ids[hit], "clobbered", SHARED, rows.request)
-        for blocks, state, detail in _explained(origins, states, rows, layer, rows.block_ids[bad & ~hit]):
+        for blocks, state, detail in explained(origins, states, rows, layer, rows.block_ids[bad & ~hit]):
             tally.find(rows.group, layer, blocks, state, detail, rows.request)
     _find_touched(tally, origins, states, touched, owner)
     _find_padding(tally, seen, owner)
@@ -138,9 +157,9 @@ def audit(
         found = _written_rows(layout, states, origins, expected, touched)
         suspects = plan_suspects(layout, batch, found, _explains(layout)) if tally.findings else ()
         return tally.result(suspects or _byte_suspects(tally, states, None))
-    plan = plan_audit(layout, batch, report, admitted, startup_fill)
+    plan = plan_audit(layout, batch, report, admitted, startup_fill, values=values)
     _adopt_touched(tally, plan)
-    at_startup = startup_groups(layout) if startup_fill else frozenset()
+    at_startup = startup_groups(layout, values) if startup_fill else frozenset()
     told = _disagreements(layout, plan, report, by_fill, covered, touched, at_startup)
     return tally.result(plan.suspects or _byte_suspects(tally, states, report), told)
 
@@ -148,13 +167,19 @@ def audit(
 # -- required rows ------------------------------------------------------------------------------
 
 
-def _row_states(found: np.ndarray, spec, values: Values) -> np.ndarray:
-    """What a required row counts as, from what its bytes say."""
+def states_of_fill(found: np.ndarray, spec: KVCacheSpec, values: Values) -> np.ndarray:
+    """What required rows count as, from what their bytes say beside the values that were asked for."""
     on_purpose = isinstance(values, Zeros) or all(part.zeros_only for part in spec.parts())
     zeros = ZEROED_ROW if on_purpose else UNCOVERED_ROW
     return np.select(
         [found == FILLED, found == UNTOUCHED, found == ZEROED], [FILLED_ROW, UNCOVERED_ROW, zeros], WRONG_ROW
     )
+
+
+def states_of_hit(found: np.ndarray, spec: KVCacheSpec) -> np.ndarray:
+    """What rows count as that somebody else filled, or decoded into since: anything but nothing is filled."""
+    zeros = ZEROED_ROW if all(part.zeros_only for part in spec.parts()) else UNCOVERED_ROW
+    return np.select([found == UNTOUCHED, found == ZEROED], [UNCOVERED_ROW, zeros], FILLED_ROW)
 
 
 def _resident_states(
@@ -167,18 +192,7 @@ def _resident_states(
     return {group: inspect_rows(cache, group, resident).states.numpy() for group in groups}
 
 
-def _states_of_hit(held: np.ndarray | None, found: np.ndarray, layer: int, ids: np.ndarray) -> np.ndarray:
-    if held is None:
-        return np.where(found == UNTOUCHED, UNCOVERED_ROW, FILLED_ROW)
-    then = held[layer, ids]
-    return np.select(
-        [then == FILLED, then == ZEROED, then == UNTOUCHED],
-        [FILLED_ROW, ZEROED_ROW, UNCOVERED_ROW],
-        WRONG_ROW,
-    )
-
-
-def _explained(
+def explained(
     origins: Origins, states: Sequence[np.ndarray], rows: RequiredRows, layer: int, ids: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str, str]]:
     """(blocks, state, detail) of required rows that are not covered."""
@@ -368,7 +382,7 @@ def _disagreements(
             if rows.any():
                 j, block = np.argwhere(rows)[0].tolist()
                 told.append(
-                    f"{describe(layout, g)}: {int(rows.sum()):,} rows {words} (first: layer "
+                    f"plan and bytes disagree: {describe(layout, g)}: {int(rows.sum()):,} rows {words} (first: layer "
                     f"{group.layer_names[j]!r}, block {block})"
                 )
     return tuple(told)

@@ -9,11 +9,14 @@ import numpy as np
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker, startup_groups
 from decodebench.cache.faults import FAULTS
 from decodebench.cache.run import schedule
+from decodebench.cache.values import Values
 from decodebench.cache.write import FillReport, merge_rows
 from decodebench.coverage.required import (
+    RequiredRows,
     existing,
     hit_blocks,
     holding_rows,
+    kept_rows,
     owners,
     required_rows,
     steps_between,
@@ -21,6 +24,7 @@ from decodebench.coverage.required import (
 )
 from decodebench.coverage.result import (
     FILLED_ROW,
+    FOR_LATER_HITS,
     NOTHING_TO_HOLD,
     SHARED,
     UNCOVERED_ROW,
@@ -41,13 +45,17 @@ def plan_audit(
     written: FillReport | ConnectorMetadata | Sequence[Sequence[int]],
     admitted: Batch | None = None,
     startup_fill: bool = False,
+    required: Sequence[RequiredRows] | None = None,
+    values: Values | None = None,
 ) -> Audit:
     """Coverage from block ids alone.
 
     ``written``: what a fill reported, the scheduler half's metadata (which also tells who asked
     for a shared row), or rows per group. ``admitted``: the batch as it was filled, where
     ``batch`` is a later state of it: what the steps in between wrote counts as written.
-    ``startup_fill``: everything was written once before; only what is required is judged.
+    ``startup_fill``: ``values`` (default: a constant) were written once before, wherever they keep;
+    only what is required is judged.
+    ``required``: what the step reads, where its own metadata tells; else what the specs say.
     """
     tally, groups = Tally(layout, batch, "plan"), range(len(layout.groups))
     by_request = (
@@ -57,9 +65,10 @@ def plan_audit(
     table = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in groups]
     for group in groups:
         table[group][existing(ids[group], len(table[group]))] = True
-    at_startup = startup_groups(layout) if startup_fill else frozenset()
-    required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
-    own, over = written_rows(layout, batch), _later_writers(layout)
+    at_startup = startup_groups(layout, values) if startup_fill else frozenset()
+    required = required_rows(layout, batch) if required is None else required
+    steps, over = steps_between(layout, admitted, batch), _later_writers(layout)
+    own = written_rows(layout, batch)
     for rows in required:
         exists = (rows.block_ids > NULL_BLOCK) & (rows.block_ids < len(table[rows.group]))
         block_ids = np.where(exists, rows.block_ids, NULL_BLOCK)
@@ -92,6 +101,9 @@ def plan_audit(
                 rows.request,
             )
             tally.find(rows.group, layer, block_ids[foreign], "clobbered", SHARED, rows.request)
+    for rows in () if steps.ran else kept_rows(layout, batch):
+        left_out = rows.block_ids[~table[rows.group][rows.block_ids] & (rows.group not in at_startup)]
+        tally.find(rows.group, None, left_out, "uncovered", FOR_LATER_HITS, rows.request)
     if not startup_fill:
         _find_touched(tally, ids, steps)
     for request, blocks in enumerate(batch.requests):

@@ -10,7 +10,7 @@ import numpy as np
 from decodebench.cache.connector import describe
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.layout.pool import NULL_BLOCK, OWN_ROWS, Batch, RequestBlocks
+from decodebench.layout.pool import NULL_BLOCK, Batch, RequestBlocks
 
 
 class CoverageError(DecodebenchError):
@@ -55,7 +55,7 @@ def _required_in_group(
     table, per_block = np.asarray(blocks.block_ids[group], dtype=np.int64), layout.tokens_per_block(group)
     by_range: dict[range, list[int]] = {}
     for layer, spec in enumerate(layout.groups[group].layer_specs):
-        by_range.setdefault(spec.required_blocks(blocks.num_tokens, per_block, len(table)), []).append(layer)
+        by_range.setdefault(blocks.required_blocks(spec, group, per_block), []).append(layer)
     for positions, layers in by_range.items():
         block_ids = table[positions.start : positions.stop]
         if len(block_ids) < len(positions) or (block_ids == NULL_BLOCK).any():
@@ -70,6 +70,25 @@ def _required_in_group(
         )
 
 
+def kept_rows(layout: Layout, batch: Batch) -> list[RequiredRows]:
+    """Rows of a fill that the next step does not read, but a later prefix hit on the same tokens would.
+
+    The state that a running state was copied from, where prefix caching keeps it.
+    """
+    kept = []
+    for request, blocks in enumerate(batch.requests):
+        for group, spec in enumerate(layout.groups):
+            per_block, table = layout.tokens_per_block(group), blocks.block_ids[group]
+            wanted = spec.kv_cache_spec.blocks_for_later_hits(blocks.num_tokens, per_block, len(table))
+            hit = hit_blocks(layout, blocks, group)
+            positions = [p for p in wanted if p >= hit and table[p] != NULL_BLOCK]
+            if positions:
+                where, ids = np.asarray(positions), np.asarray([table[p] for p in positions])
+                layers = tuple(range(len(spec.layer_names)))
+                kept.append(RequiredRows(request, group, layers, where, ids, np.zeros(len(ids), dtype=bool)))
+    return kept
+
+
 def hit_blocks(layout: Layout, blocks: RequestBlocks, group: int) -> int:
     """Whole blocks at the start of a request's table that its prefix hit brought."""
     if layout.groups[group].kv_cache_spec.filled_whole:
@@ -80,8 +99,8 @@ def hit_blocks(layout: Layout, blocks: RequestBlocks, group: int) -> int:
 def holding_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
     """Per group: bool [num_blocks], rows that hold something of what the requests stand in for.
 
-    More than what decode reads where a window layer is allocated as full attention; never the
-    blocks in which a step will write its own token or its next state.
+    More than what decode reads where a window layer is allocated as full attention, or where a
+    running state was copied from another; never the block in which a step only writes.
     """
     return _rows_held(layout, batch, hits=True)
 
@@ -97,9 +116,8 @@ def _rows_held(layout: Layout, batch: Batch, hits: bool) -> list[np.ndarray]:
         for group, spec in enumerate(layout.groups):
             table = np.asarray(blocks.block_ids[group], dtype=np.int64)
             merged, per_block = spec.kv_cache_spec, layout.tokens_per_block(group)
-            positions = merged.required_blocks(blocks.num_tokens, per_block, len(table))
-            start = positions.start if isinstance(merged, OWN_ROWS) else 0
-            start = start if hits else max(start, hit_blocks(layout, blocks, group))
+            positions = merged.held_blocks(blocks.num_tokens, per_block, len(table))
+            start = positions.start if hits else max(positions.start, hit_blocks(layout, blocks, group))
             held[group][existing(table[start : positions.stop], len(held[group]))] = True
     return held
 

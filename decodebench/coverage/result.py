@@ -52,7 +52,9 @@ class Audit:
 
     Tables (pandas): ``groups``, ``layers``, ``requests`` count rows by state; ``rows`` lists every
     row that is not as it should be, with what its bytes are. ``counts`` is what the tables sum:
-    rows by state, int64 [requests, layers in the layout's order, 4].
+    rows by state, int64 [requests, layers in the layout's order, 4]. ``disagreements``: where two
+    sources that should agree do not (plan and bytes, plan and step). ``unseen``: what the audit
+    could not look at; there it vouches for nothing. Both in words, each a clause of the verdict.
     """
 
     layout: Layout
@@ -62,6 +64,7 @@ class Audit:
     findings: tuple[Finding, ...] = ()
     suspects: tuple[str, ...] = ()
     disagreements: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     @property
     def required(self) -> int:
@@ -80,7 +83,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        return self.covered == self.required and not self.findings and not self.disagreements
+        return self.covered == self.required and not (self.findings or self.disagreements or self.unseen)
 
     @cached_property
     def groups(self) -> pd.DataFrame:
@@ -177,10 +180,16 @@ class Audit:
             )
         elif not bad:
             line += "; nothing else touched"
+        for detail in (FOR_LATER_HITS, NOT_FINITE):
+            beside = sum(f.pages(self.layout) for f in self.findings if f.detail == detail)
+            if beside:
+                line += f"; {beside:,} row{'s' * (beside != 1)} beside them: {detail}"
         if self.suspects:
             line += f". Looks like {' or '.join(f'{s} {FAULTS[s].name}' for s in self.suspects)}"
-        if self.disagreements:
-            line += f". Plan and bytes disagree: {self.disagreements[0]}"
+        for told, what in ((self.disagreements, "disagreements"), (self.unseen, "things unseen")):
+            if told:
+                more = f" (and {len(told) - 1:,} more {what})" if len(told) > 1 else ""
+                line += f". {told[0][:1].upper()}{told[0][1:]}{more}"
         return line + "."
 
     def __repr__(self) -> str:
@@ -238,15 +247,25 @@ class Tally:
         who = None if request is None else self.batch.requests[request].request_id
         self.findings.append(Finding(group, name, np.asarray(blocks), who, state, detail))
 
-    def result(self, suspects: tuple[str, ...] = (), disagreements: tuple[str, ...] = ()) -> Audit:
+    def result(
+        self,
+        suspects: tuple[str, ...] = (),
+        disagreements: tuple[str, ...] = (),
+        unseen: tuple[str, ...] = (),
+    ) -> Audit:
         names = tuple(blocks.request_id for blocks in self.batch.requests)
-        return Audit(
-            self.layout, self.source, names, self.counts, tuple(self.findings), suspects, disagreements
-        )
+        found = tuple(self.findings)
+        return Audit(self.layout, self.source, names, self.counts, found, suspects, disagreements, unseen)
 
 
 #: a request's own row that was filled although no token before the computed one lies in it
 NOTHING_TO_HOLD = "holds nothing to stand in for: the step writes it itself"
+
+#: a row that a fill left out, or filled wrongly, and that no step reads yet
+FOR_LATER_HITS = "the state that the running one was copied from: later prefix hits read it"
+
+#: what a kernel that reads whole tiles finds behind a sequence, in the block that its token opens
+NOT_FINITE = "numbers behind the sequence are not finite: kernels that read whole tiles decode NaN"
 
 #: a row that a prefix hit brought, and that this batch's fill had to leave alone
 SHARED = "a prefix hit's shared block"

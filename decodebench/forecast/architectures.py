@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 #: names under which configs keep the number of routed experts, of experts a token, and their inner size
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
@@ -65,23 +66,29 @@ class Architecture:
     defaults: Mapping = field(default_factory=dict)
 
 
-def attention_bias(**more) -> dict:
+def attention_bias(**more: Flag) -> dict[str, Any]:
     return {"qkv_bias": "attention_bias", "out_bias": "attention_bias"} | more
 
 
-QWEN_MOE = {
+QWEN_MOE: dict[str, Any] = {
     "shared_size": ("shared_expert_intermediate_size",),
     "shared_gate": True,
     "expert_size": ("moe_intermediate_size",),
 }
-DEEPSEEK = {
+DEEPSEEK: dict[str, Any] = {
     "tied": "own",
     "shared_count": ("n_shared_experts",),
     "expert_size": ("moe_intermediate_size",),
     "correction": ("topk_method", "noaux_tc"),
     "defaults": {"first_k_dense_replace": 3},
 }
-OLD = {"matrices": 2, "layer_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+OLD: dict[str, Any] = {
+    "matrices": 2,
+    "layer_norm": True,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(**attention_bias(mlp_bias="mlp_bias")),

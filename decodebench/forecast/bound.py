@@ -9,35 +9,30 @@ parts up, as an engine does that runs one after another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
-from decodebench.forecast.quantization import Format, formats
-from decodebench.forecast.weights import depth_of, fields_of, weights, width_of
-from decodebench.models.layers import AttentionLayer, LatentLayer, StateLayer
+from decodebench.forecast.quantization import Format, checkpoint, formats
+from decodebench.forecast.weights import fields_of, tensors, tied_head, width_of
+from decodebench.models.fields import Fields
+from decodebench.models.layers import Layer
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions
-from decodebench.models.specs import (
-    AttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    cdiv,
-)
+from decodebench.models.specs import DTYPE_BYTES, KVCacheSpec, cdiv
 from decodebench.words import bytes_text, columns, seconds_text, share_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: multiply-adds a state's number takes in one step: decay and update, and what is read out of it
+#: operations that a number of a state takes in one step: decay and update, and what is read out of it
 STATE_OPERATIONS = {"mamba1": 6, "mamba2": 6, "gdn": 8, "kda": 8, "linear": 4, "short_conv": 2}
 
 
@@ -68,7 +63,8 @@ class Load:
 class Bound:
     """The floor of one decode step. All sizes are one rank's; ``batch`` is the whole deployment's.
 
-    ``steps_in_flight``: microbatches that a pipeline works on at once; a request waits for all its stages.
+    With pipeline parallelism as many microbatches are under way as there are stages, and ``seconds`` is
+    what one of them takes through all stages: each of its requests has a token more then.
     """
 
     model: str
@@ -171,7 +167,7 @@ class Bound:
             f"{self.tokens_per_second:,.0f} tokens a second, {self.tokens_per_second_per_request:,.1f} each request"
         )
         total = sum(self.parts.values())
-        table = [("part", "bytes", "operations", "at least", "share")]
+        table: list[tuple[str, ...]] = [("part", "bytes", "operations", "at least", "share")]
         shown = sorted(self.loads, key=lambda load: -load.seconds(self.machine))
         for load in shown[:4]:
             table.append(
@@ -308,19 +304,19 @@ def bound(
         routing=routing,
         **options,
     )
-    more = {
+    more: dict[str, Any] = {
         "tokens_per_step": tokens_per_step,
         "positions_per_step": positions_per_step,
         "prompt_tokens": prompt_tokens,
         "prompt_context": prompt_context,
     }
-    if not isinstance(batch, list | tuple | range) and not isinstance(context, list | tuple | range):
-        return prepared.at(batch, context, **more)
-    batches = list(batch) if isinstance(batch, list | tuple | range) else [batch]
-    contexts = list(context) if isinstance(context, list | tuple | range) else [context]
+    batches: list[Any] = list(batch) if isinstance(batch, list | tuple | range) else [batch]
+    contexts: list[Any] = list(context) if isinstance(context, list | tuple | range) else [context]
     if not batches or not contexts:
         raise BoundError("batch or context is an empty list: at least one number is expected")
-    return Bounds(tuple(prepared.at(b, c, **more) for b in batches for c in contexts))
+    cases = tuple(prepared.at(b, c, **more) for b in batches for c in contexts)
+    alone = batches == [batch] and contexts == [context]
+    return cases[0] if alone else Bounds(cases)
 
 
 @dataclass(frozen=True)
@@ -407,6 +403,8 @@ class Reading:
     widths: int = 0
     at_most: int | None = None
     state_operations: float = 0.0
+    #: cached values of one byte, which may be multiplied as they are
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -426,8 +424,15 @@ class Prepared:
     data_parallel_size: int
     expert_parallel_size: int
     routing: str
-    layers: int
+    #: mixers, indexers and feed-forward blocks, one after another
+    blocks: int
+    #: parameters of the embedding where it is the head as well
+    tied_head: int = 0
     decode_context_parallel_size: int = 1
+
+    @property
+    def chips(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def at(
         self,
@@ -480,13 +485,9 @@ class Prepared:
         """Bytes of a part's weights on one rank, all stages together."""
         size = self.formats[part.role].bits / 8
         if part.role == "experts":
-            return part.params * size / (self.tensor_parallel_size * self._expert_replicas)
+            # data parallel replicas share their experts: each holds a part of them
+            return part.params * size / (self.tensor_parallel_size * self.data_parallel_size)
         return part.per_rank(self.tensor_parallel_size) * size
-
-    @property
-    def _expert_replicas(self) -> int:
-        """Data parallel replicas share their experts: each holds a part of them."""
-        return self.data_parallel_size
 
     def _touched(self, part: Part, tokens: float) -> float:
         """Routed experts of a layer that the tokens of all replicas use."""
@@ -501,8 +502,6 @@ class Prepared:
         ``tokens`` are one replica's in one microbatch, ``sampled`` those that the head is applied to.
         """
         loads: dict[str, Load] = {}
-        embedding = next((part for part in self.parts if part.role == "embedding"), None)
-        tied = not any(part.role == "head" and part.params > self.width for part in self.parts)
         for part in self.parts:
             format = self.formats[part.role]
             size = format.bits / 8
@@ -512,7 +511,7 @@ class Prepared:
             if part.role == "embedding":
                 read, work = tokens * part.params / (part.rows or 1) * size, 0.0
             elif part.role == "experts":
-                ranks = self.tensor_parallel_size * self._expert_replicas
+                ranks = self.tensor_parallel_size * self.data_parallel_size
                 one = part.params / part.experts / ranks
                 read = self._touched(part, tokens) * one * size
                 work = 2 * one * part.top_k * tokens * self.data_parallel_size
@@ -523,9 +522,8 @@ class Prepared:
                 read, work = rank * size, 2 * rank * part.uses * each
             before = loads.get(part.role, Load(part.role, dtype=format.dtype))
             loads[part.role] = Load(part.role, before.bytes + read, before.operations + work, format.dtype)
-        if tied and embedding is not None:
-            rank = embedding.per_rank(self.tensor_parallel_size)
-            format = self.formats["embedding"]
+        if self.tied_head:  # the embedding, read whole; it is not held twice
+            format, rank = self.formats["embedding"], self.tied_head / self.tensor_parallel_size
             loads["head"] = Load("head", rank * format.bits / 8, 2 * rank * sampled, format.dtype)
         return [loads[role] for role in ROLES if role in loads]
 
@@ -537,17 +535,21 @@ class Prepared:
         for reading in self.readings:
             moved = work = 0.0
             for length, count in lengths.items():
-                if isinstance(reading.spec, MambaSpec):
+                if reading.spec.holds_state:
                     moved += 2 * count * reading.spec.unpadded_page_size_bytes
                     work += count * positions * reading.state_operations
                     continue
                 entries, new = seen(reading, length, self.decode_context_parallel_size)
-                size = reading.spec.num_kv_heads * reading.spec.entry_bytes
+                size = reading.spec.bytes_per_token_slot
                 moved += count * size * (entries + new * positions)
                 work += count * positions * 2 * reading.query_heads * reading.widths * (entries + new)
+            dtype = "fp8" if reading.narrow else "bf16"
             before = loads.get(reading.name, Load(reading.name))
             loads[reading.name] = Load(
-                reading.name, before.bytes + moved * reading.layers, before.operations + work * reading.layers
+                reading.name,
+                before.bytes + moved * reading.layers,
+                before.operations + work * reading.layers,
+                dtype,
             )
         return list(loads.values())
 
@@ -555,12 +557,12 @@ class Prepared:
         """Attention of prompt tokens to what came before them; the prompts' own cache is written."""
         work = moved = 0.0
         for reading in self.readings:
-            if isinstance(reading.spec, MambaSpec):
+            if reading.spec.holds_state:
                 work += tokens * reading.state_operations * reading.layers
                 continue
             length = int(context + tokens / 2) + 1
             entries, new = seen(reading, length, self.decode_context_parallel_size)
-            size = reading.spec.num_kv_heads * reading.spec.entry_bytes
+            size = reading.spec.bytes_per_token_slot
             moved += reading.layers * size * (entries + tokens * new)
             work += reading.layers * 2 * tokens * reading.query_heads * reading.widths * (entries + new)
         return Load("prompt attention", moved, work)
@@ -574,18 +576,14 @@ class Prepared:
         total = 0.0
         for reading in self.readings:
             for length, count in lengths.items():
-                if isinstance(reading.spec, MambaSpec):
+                if reading.spec.holds_state:
                     total += count * reading.layers * reading.spec.unpadded_page_size_bytes
                 else:
                     start, stop = reading.spec.visible(length)
-                    entries = cdiv(stop - start, reading.spec.tokens_per_state)
-                    total += (
-                        count
-                        * reading.layers
-                        * entries
-                        * reading.spec.num_kv_heads
-                        * reading.spec.entry_bytes
-                    )
+                    if reading.spec.dcp_sharded:
+                        stop = start + cdiv(stop - start, self.decode_context_parallel_size)
+                    entries = cdiv(stop - start, tokens_per_entry(reading.spec))
+                    total += count * reading.layers * entries * reading.spec.bytes_per_token_slot
         return total
 
     # -- messages
@@ -634,112 +632,98 @@ def prepare(
             raise BoundError(f"{name} = {value!r}: an integer from 1 to 4096 is expected")
     if routing not in ("uniform", "same"):
         raise BoundError(f"routing = {routing!r}: uniform or same is expected")
-    options = CacheOptions.of(options | {"tensor_parallel_size": tensor_parallel_size})
-    f, _ = fields_of(model)
-    parts = weights(model)
-    resolved = model.resolve(options)
-    specs = model.specs(resolved, options)
-    mixing = sum(part.layers for part in parts if part.role in ("mlp", "experts"))
+    asked = CacheOptions.of(options | {"tensor_parallel_size": tensor_parallel_size})
+    f, has = fields_of(model)
+    parts = tensors(model, f, has)
+    resolved = model.resolve(asked)
+    specs = model.specs(resolved, asked)
+    feeding = sum(part.layers for part in parts if part.role in ("mlp", "experts"))
     return Prepared(
         model,
         machine,
         parts,
-        formats(model.config, resolved.dtype, quantization),
-        readings(model, specs, f.optional("index_topk"), tensor_parallel_size),
+        formats(checkpoint(model), resolved.dtype, quantization),
+        readings(model, specs, f, tensor_parallel_size),
         width_of(f),
-        reduces=len(model.layer) + mixing,
+        reduces=sum(map(adds_up, model.layer.values())) + feeding,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
         expert_parallel_size=tensor_parallel_size * data_parallel_size if enable_expert_parallel else 1,
         routing=routing,
-        layers=depth_of(f),
-        decode_context_parallel_size=options.decode_context_parallel_size,
+        blocks=len(model.layer) + feeding,
+        tied_head=tied_head(f, has),
+        decode_context_parallel_size=asked.decode_context_parallel_size,
     )
 
 
-def readings(
-    model: Model, specs: Mapping[str, KVCacheSpec], top_k: int | None, ranks: int
-) -> tuple[Reading, ...]:
+def adds_up(layer: Layer) -> bool:
+    """Whether a layer's output is added up over tensor parallel ranks: not those that only serve another one."""
+    return layer.mixer != "indexer" and getattr(layer, "part", "window") == "window"
+
+
+def readings(model: Model, specs: Mapping[str, KVCacheSpec], f: Fields, ranks: int) -> tuple[Reading, ...]:
     """The model's layers, those that read alike put together."""
+    limits = {"sparse": f.optional("index_topk"), "cross": f.optional("max_source_positions")}
     together: dict[tuple, Reading] = {}
     for name, spec in specs.items():
-        layer = model.layer.get(name)
-        reading = one_reading(layer, spec, top_k, ranks)
+        reading = one_reading(model.layer.get(name), spec, limits, ranks)
         key = (reading.name, spec, reading.query_heads, reading.widths, reading.at_most)
         before = together.get(key)
-        layers = 1 + (before.layers if before else 0)
-        together[key] = Reading(
-            reading.name,
-            layers,
-            spec,
-            reading.query_heads,
-            reading.widths,
-            reading.at_most,
-            reading.state_operations,
-        )
+        together[key] = replace(reading, layers=1 + (before.layers if before else 0))
     return tuple(together.values())
 
 
-def one_reading(layer, spec: KVCacheSpec, top_k: int | None, ranks: int) -> Reading:
-    """What one layer reads a step: by its spec, and by the model's facts where those say more."""
-    if isinstance(spec, MambaSpec):
-        numbers = 1
-        for size in spec.shapes[-1]:
-            numbers *= size
-        mixer = layer.mixer if isinstance(layer, StateLayer) else "mamba2"
-        return Reading("states", 1, spec, state_operations=STATE_OPERATIONS.get(mixer, 6) * numbers)
-    heads = max(1, getattr(layer, "num_heads", 0) // ranks) if layer else 0
-    if isinstance(layer, LatentLayer):
-        widths = 2 * layer.kv_lora_rank + layer.qk_rope_head_dim
-        if layer.sparse:
-            return Reading("latent cache, chosen tokens", 1, spec, heads, widths, top_k)
-        return Reading("latent cache", 1, spec, heads, widths)
-    if isinstance(layer, AttentionLayer):
-        return Reading(
-            cache_name(spec), 1, spec, heads, layer.head_size + (layer.head_size_v or layer.head_size)
-        )
-    part = getattr(layer, "part", "")
-    if part == "latent":
-        return Reading(
-            "compressed cache",
-            1,
-            spec,
-            heads,
-            2 * spec.head_size,
-            top_k if spec.tokens_per_state == 4 else None,
-        )
-    if part == "window":
-        return Reading(cache_name(spec), 1, spec, heads, 2 * spec.head_size)
-    if part == "compressor":
-        return Reading("compressors' states", 1, spec)
-    if part == "indexer" or getattr(layer, "mixer", "") == "indexer":
-        return Reading("indexer's keys", 1, spec, getattr(layer, "num_heads", 0), 2 * spec.head_size // 2)
-    return Reading(cache_name(spec), 1, spec)
+def one_reading(
+    layer: Layer | None, spec: KVCacheSpec, limits: Mapping[str, int | None], ranks: int
+) -> Reading:
+    """What one layer reads a step: by its spec, and by the model's facts where those say more.
 
-
-def cache_name(spec: KVCacheSpec) -> str:
-    window = getattr(spec, "sliding_window", None)
-    chunk = getattr(spec, "attention_chunk_size", None)
-    if isinstance(spec, CrossAttentionSpec):
-        return "cross attention's cache"
-    return (
-        f"cache, window {window}" if window else f"cache, chunk {chunk}" if chunk else "cache, full attention"
-    )
+    ``limits``: tokens that sparse attention chooses, and that an encoder gives at most.
+    """
+    facts: Any = layer  # of many kinds: what a kind lacks is not asked of it
+    stored: Any = spec
+    mixer = layer.mixer if layer else ""
+    if spec.holds_state:
+        operations = STATE_OPERATIONS.get(mixer, 6) * prod(stored.shapes[-1])
+        return Reading("states", 1, spec, state_operations=operations)
+    heads = max(1, getattr(facts, "num_heads", 0) // ranks)
+    widths = stored.head_size + stored.head_size_v
+    narrow = DTYPE_BYTES[stored.dtype] == 1
+    part = getattr(facts, "part", mixer)
+    at_most = None if spec.written_by_steps else limits["cross"]
+    name = f"cache, {spec.label}"
+    if mixer == "mla":
+        # keys are the latent and its rotary part, values the latent alone
+        widths = stored.head_size + facts.kv_lora_rank
+        name = "latent cache, chosen tokens" if facts.sparse else "latent cache"
+        at_most = limits["sparse"] if facts.sparse else None
+    elif part == "indexer":  # whole on every rank, keys alone
+        name, heads, widths = "indexer's keys", getattr(facts, "num_heads", 0), stored.head_size
+    elif part == "compressor":
+        name, heads, widths = "compressors' states", 0, 0
+    elif part == "latent":
+        name, widths = "compressed cache", 2 * stored.head_size
+        at_most = limits["sparse"] if stored.tokens_per_state == 4 else None
+    return Reading(name, 1, spec, heads, widths, at_most, narrow=narrow)
 
 
 def seen(reading: Reading, length: int, shards: int = 1) -> tuple[float, int]:
     """Entries that one request's step reads from the cache of one layer, and entries that it adds."""
     spec = reading.spec
-    assert isinstance(spec, AttentionSpec)
     start, stop = spec.visible(length)
     if shards > 1 and spec.dcp_sharded:
         start, stop = start // shards, cdiv(stop, shards)
-    new = 0 if isinstance(spec, CrossAttentionSpec | CircularBufferSpec) else 1
-    entries = max(0, stop - start - new) / spec.tokens_per_state
+    new = int(spec.written_by_steps)
+    entries = max(0, stop - start - new) / tokens_per_entry(spec)
     if reading.at_most is not None:
         entries = min(entries, reading.at_most)
     return entries, new
+
+
+def tokens_per_entry(spec: KVCacheSpec) -> int:
+    """Tokens that are compressed into one entry of the cache."""
+    return getattr(spec, "tokens_per_state", 1)
 
 
 def requests(batch: float, context: int | str | Mapping[int, float]) -> dict[int, float]:

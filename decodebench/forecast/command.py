@@ -137,7 +137,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
 def judge_command(arguments: argparse.Namespace) -> int:
     """Print a verdict a figure; 1 where one of them is impossible."""
     source: str | float = arguments.result
-    if not Path(source).exists():
+    if not Path(arguments.result).exists():
         try:
             source = float(source) / 1e3
         except ValueError:

@@ -97,7 +97,8 @@ class Step:
     cache_products: float
     states: float
     sent: float
-    layers: int
+    #: pairs of a mixer and a feed-forward block
+    layers: float
     with_experts: bool
     latent: bool
     with_states: bool
@@ -164,7 +165,7 @@ def step(
         cache_products=sum(products[part] for part in caches),
         states=loads["states"].bytes * seconds if "states" in loads else 0.0,
         sent=sum(load.sent for load in bound.loads) / machine.link,
-        layers=deployment.layers,
+        layers=deployment.blocks / 2,
         with_experts=expert is not None,
         latent="latent" in loads,
         with_states="states" in loads,
@@ -262,7 +263,9 @@ def terms(constants: Mapping[str, float], c: Mapping[str, np.ndarray]) -> dict[s
 
 def seconds(constants: Mapping[str, float], c: Mapping[str, np.ndarray]) -> np.ndarray:
     """The time of each step, without the correction."""
-    return sum(terms(constants, c).values())
+    import numpy as np
+
+    return np.sum(list(terms(constants, c).values()), axis=0)
 
 
 def fit(steps: Sequence[Step], measured: Sequence[float], rounds: int = 25) -> dict[str, float]:

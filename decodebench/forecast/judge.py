@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.bound import Bound, BoundError, Prepared, prepare
@@ -116,9 +117,9 @@ def judge_all(
 def floor_for(prepared: Prepared, one: Measured, batch: float | None, context: int | None) -> Bound:
     """The floor of the requests that a figure was measured with."""
     batch, context = batch or one.batch, context or one.context
-    for name, value in (("batch", batch), ("context", context)):
-        if value is None:
-            raise BoundError(f"{one.source} does not say the {name}: give it (--{name})")
+    if batch is None or context is None:
+        name = "batch" if batch is None else "context"
+        raise BoundError(f"{one.source} does not say the {name}: give it (--{name})")
     positions = max(1.0, one.tokens_per_step)
     return prepared.at(batch, context, tokens_per_step=positions)
 
@@ -145,12 +146,13 @@ def explanations(step: float, bound: Bound) -> list[str]:
         found.append(
             f"the cache was not read as believed (never filled, or one prefix for all): {longest:,} tokens a request"
         )
-    for replicas in (2, 4, 8, 16, 32, 64):
-        if possible(prepared, {length: count / replicas for length, count in lengths.items()}):
-            found.append(
-                f"the requests were spread over {replicas} replicas (the concurrency is a cluster's)"
-            )
-            break
+    total = sum(lengths.values())
+    together = _most(prepared, lengths, step, tokens)
+    if together:
+        found.append(
+            f"no more than {together:,} of the {total:,.0f} requests decoded together: the others waited, or ran on "
+            "other replicas (the concurrency is a cluster's)"
+        )
     lighter = [
         name for name in ("fp8", "nvfp4") if _heavier(prepared, name) and possible(quantized(prepared, name))
     ]
@@ -180,6 +182,21 @@ def _longest(prepared: Prepared, lengths: Mapping[int, float], step: float, toke
     return low
 
 
+def _most(prepared: Prepared, lengths: Mapping[int, float], step: float, tokens: float) -> int:
+    """How many of the requests may decode together for the step to be possible; 0 where not one."""
+    total = sum(lengths.values())
+
+    def possible(count: int) -> bool:
+        fewer = {length: number * count / total for length, number in lengths.items()}
+        return prepared.at(context=fewer, tokens_per_step=tokens).seconds <= step
+
+    low, high = 0, max(1, int(total))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low
+
+
 def _heavier(prepared: Prepared, name: str) -> bool:
     role = "experts" if any(part.role == "experts" for part in prepared.parts) else "mlp"
     return prepared.formats[role].bits > FORMATS[name].bits
@@ -198,7 +215,7 @@ def quantized(prepared: Prepared, name: str) -> Prepared:
 
 def changed(prepared: Prepared, **options) -> Prepared | None:
     """The same deployment with other options; None where they do not go with the model."""
-    same = {
+    same: dict[str, Any] = {
         "tensor_parallel_size": prepared.tensor_parallel_size,
         "pipeline_parallel_size": prepared.pipeline_parallel_size,
         "data_parallel_size": prepared.data_parallel_size,

@@ -18,6 +18,8 @@ from decodebench.models.model import Model
 from decodebench.shipped import shipped
 
 FOLDER = "data/published"
+#: why a figure is left out whose parallel sizes contradict each other
+AMBIGUOUS = "ranks are ambiguous"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Figure:
             return None
         pairs = [piece.partition(":") for piece in self.weights.split()]
         return {role: name for role, _, name in pairs} if pairs[0][1] else self.weights
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether its requests and its ranks are known."""
+        return self.concurrency > 0 and self.left_out != AMBIGUOUS
 
     def deployment(self) -> Prepared:
         """The model on the machine under the figure's parallel sizes and formats."""

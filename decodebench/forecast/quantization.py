@@ -6,12 +6,15 @@ the head unless it is named, and what a config excludes) keeps the model's dtype
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.parts import ROLES
+from decodebench.models.model import Model
 from decodebench.models.specs import DTYPE_BYTES
 
 
@@ -84,6 +87,24 @@ MODULES = {
 }
 
 
+def checkpoint(model: Model) -> Mapping:
+    """The model's config, with the hf_quant_config.json beside it where config.json says nothing of its own."""
+    path = Path(model.name)
+    beside = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
+    if (
+        "quantization_config" in model.config
+        or model.name.startswith("-")
+        or not path.exists()
+        or not beside.is_file()
+    ):
+        return model.config
+    try:
+        found = json.loads(beside.read_text())
+    except (OSError, ValueError) as error:
+        raise QuantizationError(f"{beside}: not JSON ({error}): repair it, or pass quantization=") from None
+    return {**model.config, "quantization_config": found}
+
+
 def formats(config: Mapping, dtype: str, scheme: str | Mapping | None = "auto") -> dict[str, Format]:
     """Role → format of its weights; roles that are missing keep ``dtype``.
 
@@ -119,16 +140,13 @@ def from_config(config: Mapping) -> dict[str, Format]:
         quant = inner.get("quantization_config") if isinstance(inner, Mapping) else None
     if not isinstance(quant, Mapping):
         return {}
-    inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
+    nested = quant.get("quantization")
+    inner = nested if isinstance(nested, Mapping) else quant
     method = str(quant.get("quant_method") or "modelopt").lower().replace("_", "-")
     by_layer = inner.get("quantized_layers")
     if isinstance(by_layer, Mapping) and by_layer:
         return from_layers(by_layer)
-    excluded = [
-        str(name)
-        for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
-        for name in (inner.get(key) or quant.get(key) or ())
-    ]
+    excluded = exclusions(inner, quant)
     chosen = method_format(method, quant, inner)
     roles = [role for role in (*BY_NAME, "head") if role != "head" or excluded]
     if method == "mxfp4":  # the kernels of this method take experts alone
@@ -138,6 +156,26 @@ def from_config(config: Mapping) -> dict[str, Format]:
     else:
         roles = [role for role in roles if role != "head"]
     return {role: chosen for role in roles if not is_excluded(role, excluded)}
+
+
+def exclusions(*places: Mapping) -> list[str]:
+    """Modules that a config leaves alone, under the names that methods use."""
+    found: list[str] = []
+    for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"):
+        value = next((place[key] for place in places if place.get(key)), ())
+        if not isinstance(value, list | tuple):
+            raise QuantizationError(f"quantization_config: {key} = {value!r}: a list of modules is expected")
+        found += map(str, value)
+    return found
+
+
+def whole(place: Mapping, default: int, *names: str) -> int:
+    """An integer field of a quantization config; ``default`` where none of the names is there."""
+    name = next((n for n in names if place.get(n) is not None), None)
+    value = default if name is None else place[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= 2**20:
+        raise QuantizationError(f"quantization_config: {name} = {value!r}: an integer is expected")
+    return value
 
 
 def targets_head(quant: Mapping) -> bool:
@@ -174,9 +212,7 @@ def method_format(method: str, quant: Mapping, inner: Mapping) -> Format:
         )
         or "w4a" in algorithm
     ):
-        return grouped(
-            int(quant.get("bits") or quant.get("w_bit") or 4), quant.get("group_size") or 128, zeros=True
-        )
+        return grouped(whole(quant, 4, "bits", "w_bit"), whole(quant, 128, "group_size"), zeros=True)
     if "compressed" in method or method == "quark":
         return compressed(quant)
     raise QuantizationError(
@@ -187,31 +223,33 @@ def method_format(method: str, quant: Mapping, inner: Mapping) -> Format:
 
 def grouped(bits: int, group: int, zeros: bool = False) -> Format:
     """Integers with a 16-bit scale a group, and a zero point where they are not symmetric."""
+    if not 1 <= bits <= 16:
+        raise QuantizationError(f"quantization_config: {bits} bits a weight: 1 to 16 are expected")
     extra = (16 + (bits if zeros else 0)) / group if group > 0 else 0
     return Format(f"int{bits}", bits + extra, "int8" if bits == 8 else "int4")
 
 
 def compressed(quant: Mapping) -> Format:
     """The weights of the first group of a compressed-tensors config."""
-    groups = quant.get("config_groups") or quant.get("global_quant_config") or {}
+    groups = quant.get("config_groups") or {"all": quant.get("global_quant_config")}
     first = (
         next((g for g in groups.values() if isinstance(g, Mapping)), {})
         if isinstance(groups, Mapping)
         else {}
     )
-    weights = first.get("weights") or quant.get("global_quant_config", {}).get("weight") or {}
+    weights = first.get("weights") or first.get("weight") or {}
     if not isinstance(weights, Mapping) or not weights:
         raise QuantizationError("quantization_config: no config_groups with weights: pass quantization=")
     kind, strategy = str(weights.get("type", weights.get("dtype", "int"))), str(weights.get("strategy", ""))
-    bits = int(weights.get("num_bits") or {"fp8_e4m3": 8, "fp4": 4}.get(kind, 4))
-    group = weights.get("group_size") or 0
+    bits = whole(weights, {"fp8_e4m3": 8, "fp4": 4}.get(kind, 4), "num_bits")
+    group = whole(weights, 0, "group_size")
     if kind.startswith(("float", "fp")):
         if bits == 8:
             return FORMATS["fp8_block" if strategy == "block" else "mxfp8" if group == 32 else "fp8"]
         return FORMATS["nvfp4" if group == 16 else "mxfp4"]
     if strategy in ("channel", "tensor"):
         group = 0
-    return grouped(bits, int(group), zeros=weights.get("symmetric") is False)
+    return grouped(bits, group, zeros=weights.get("symmetric") is False)
 
 
 def from_layers(by_layer: Mapping) -> dict[str, Format]:

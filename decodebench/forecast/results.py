@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from decodebench.errors import DecodebenchError
 
@@ -123,7 +124,9 @@ def read_plain(values: Mapping, source: str) -> Measured:
     if unknown := sorted(set(values) - set(known)):
         raise ResultError(f"{source}: no field {unknown[0]!r}: known are {', '.join(known)}")
     seconds = values["tpot_ms"] / 1e3 if _number(values.get("tpot_ms")) else values.get("seconds")
-    more = {name: _positive(values[name], name, source) for name in known[2:] if values.get(name) is not None}
+    more: dict[str, Any] = {
+        name: _positive(values[name], name, source) for name in known[2:] if values.get(name) is not None
+    }
     return Measured(_positive(seconds, "tpot_ms or seconds", source), source=source, **more)
 
 
@@ -150,7 +153,7 @@ def read_vllm(values: Mapping, source: str) -> Measured:
             "unknown, and with it the time of a step"
         )
     throughput = values.get("output_throughput")
-    batch = throughput * seconds if _number(throughput) else values.get("max_concurrency")
+    batch: Any = throughput * seconds if _number(throughput) else values.get("max_concurrency")
     limit = values.get("max_concurrency")
     if _number(batch) and _number(limit) and limit > 0:
         batch = min(batch, limit)
@@ -159,7 +162,7 @@ def read_vllm(values: Mapping, source: str) -> Measured:
         float(batch) if _number(batch) and batch > 0 else None,
         inputs,
         outputs,
-        float(accepted) if speculates else 1.0,
+        float(accepted) if speculates and _number(accepted) else 1.0,
         f"vllm bench serve ({source}, {name})",
         (*notes, *mixed(inputs, outputs, _milliseconds(values.get("mean_ttft_ms")), seconds)),
     )
@@ -207,7 +210,8 @@ def read_aiperf(values: Mapping, source: str) -> Measured:
 
     def average(name: str, needed: bool = False) -> float | None:
         part = values.get(name)
-        value = part.get("avg") if isinstance(part, Mapping) else None
+        part = part if isinstance(part, Mapping) else {}
+        value = part.get("avg")
         if not _number(value):
             if needed:
                 raise ResultError(
@@ -243,7 +247,7 @@ def _milliseconds(value) -> float | None:
     return value / 1e3 if _number(value) else None
 
 
-def _number(value) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 

@@ -127,7 +127,7 @@ def minicpm3(f: Fields) -> list[Part]:
     """Latent projections whose keys and values are cached per head."""
     width, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     layer = LatentLayer("", heads, f.integer("kv_lora_rank"), f.integer("qk_rope_head_dim"))
-    value = f.with_defaults(f.defaults | {"v_head_dim": width // heads})
+    value = f.with_defaults({**f.defaults, "v_head_dim": width // heads})
     return [part.times(f.layer_count()) for part in blocks.latent(layer, width, value)]
 
 

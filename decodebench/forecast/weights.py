@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from decodebench.forecast import parts as blocks
 from decodebench.forecast.architectures import (
@@ -22,7 +23,7 @@ from decodebench.forecast.parts import ROLES, Attending, Part, mlp
 from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
-from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, StateLayer
+from decodebench.models.layers import STATE_SHAPES, StateLayer
 from decodebench.models.load import TEXT_TYPES, load_model, text_config
 from decodebench.models.model import Model
 
@@ -133,17 +134,17 @@ def mixers(model: Model, f: Fields, has: Architecture) -> list[Part]:
     """Attention and states, layer by layer as ``models`` reads them."""
     width, attention = width_of(f), attending(f, has)
     found: list[Part] = []
-    for layer in model.layer.values():
-        if isinstance(layer, AttentionLayer):
-            if f.get("model_kind") in OWN_ATTENTION:
-                continue
-            shared = layer.name in model.shared_layers
-            found += blocks.attention(layer, width, replace(attention, queries_only=shared))
-        elif isinstance(layer, LatentLayer):
+    layers: list[Any] = list(model.layer.values())  # of many kinds, told apart by their mixer
+    for layer in layers:
+        if layer.mixer == "attention":
+            if f.get("model_kind") not in OWN_ATTENTION:
+                shared = layer.name in model.shared_layers
+                found += blocks.attention(layer, width, replace(attention, queries_only=shared))
+        elif layer.mixer == "mla":
             found += blocks.latent(layer, width, f)
-        elif isinstance(layer, IndexerLayer):
+        elif layer.mixer == "indexer":
             found += blocks.indexer(layer, width, f)
-        elif isinstance(layer, StateLayer):
+        elif layer.mixer in STATE_SHAPES:
             found += states(layer, width, f)
     return found
 
@@ -177,8 +178,8 @@ def feed_forward(model: Model, f: Fields, has: Architecture) -> list[Part]:
     width, depth = width_of(f), depth_of(f)
     if kind == "nemotron_h":
         letters = nemotron_letters(f)
-        found = letters.count("-") * dense(f, has, width, 0) if "-" in letters else []
-        return found + (letters.count("E") * experts(f, has, width) if "E" in letters else [])
+        plain = letters.count("-") * dense(f, has, width, 0) if "-" in letters else []
+        return plain + (letters.count("E") * experts(f, has, width) if "E" in letters else [])
     if kind == "longcat_flash":
         return depth * experts(f, has, width)
     sparse = sparse_layers(f, depth)
@@ -197,7 +198,7 @@ def dense(f: Fields, has: Architecture, width: int, layer: int) -> list[Part]:
         return [mlp(width, f.integer("shared_intermediate_size"), has.matrices)]
     sizes = f.get("intermediate_size")
     if isinstance(sizes, list):
-        inner = f.listing("intermediate_size", length=layer + 1)[layer]
+        inner = item(f, ("intermediate_size",), layer)
     else:
         inner = f.integer(*has.dense_size, default=default_inner(f, width))
     if f.get("use_double_wide_mlp", default=False):
@@ -205,9 +206,16 @@ def dense(f: Fields, has: Architecture, width: int, layer: int) -> list[Part]:
         inner *= 2 if layer >= first > 0 else 1
     if f.get("model_kind") == "lfm2" and f.get("block_auto_adjust_ff_dim", default=True):
         grain = f.integer("block_multiple_of", default=256)
-        inner = int(f.get("block_ffn_dim_multiplier", default=1) * int(2 * inner / 3))
+        factor = f.number("block_ffn_dim_multiplier") if f.has("block_ffn_dim_multiplier") else 1
+        inner = int(factor * int(2 * inner / 3))
         inner = grain * -(-inner // grain)
     return [mlp(width, inner, has.matrices, on(f, has.mlp_bias))]
+
+
+def item(f: Fields, names: tuple[str, ...], layer: int) -> int:
+    """A layer's own number in a list with one for each."""
+    given = f.listing(*names, length=layer + 1) or ()
+    return Fields(dict.fromkeys(names, given[layer]), f"{f.source}, layer {layer}").integer(*names)
 
 
 def default_inner(f: Fields, width: int) -> int | None:
@@ -221,7 +229,7 @@ def experts(f: Fields, has: Architecture, width: int, layer: int = 0) -> list[Pa
     def number(names: tuple[str, ...], **limits) -> int:
         value = f.get(*names)
         if isinstance(value, list):  # a number for every layer (Hunyuan)
-            return Fields({names[0]: f.listing(*names, length=layer + 1)[layer]}, f.source).integer(names[0])
+            return item(f, names, layer)
         return f.integer(*names, **limits)
 
     count, top_k = number(EXPERT_COUNTS), number(EXPERTS_PER_TOKEN)
@@ -256,12 +264,12 @@ def sparse_layers(f: Fields, depth: int) -> list[bool]:
     if kinds is not None:
         return [kind == "sparse" for kind in kinds]
     if isinstance(frequency, list):
-        return [bool(x) for x in f.listing("moe_layer_freq", length=depth)]
+        return [bool(x) for x in f.listing("moe_layer_freq", length=depth) or ()]
     if f.get("interleave_moe_layer_step") and not f.has("moe_layers"):
         step = f.integer("interleave_moe_layer_step")
         return [(i + 1) % step == 0 for i in range(depth)]
     if f.has("moe_layers"):
-        chosen = set(f.listing("moe_layers"))
+        chosen = set(f.listing("moe_layers") or ())
         return [i in chosen for i in range(depth)]
     if f.has("expert_layer_period"):
         period, offset = f.integer("expert_layer_period"), f.integer("expert_layer_offset", least=0)
@@ -302,12 +310,22 @@ def is_tied(f: Fields, has: Architecture) -> bool:
     return bool(f.get("tie_word_embeddings", default=has.tied))
 
 
+def embedding_size(f: Fields) -> int:
+    """Parameters of the table of tokens."""
+    return f.integer("vocab_size") * (f.optional("word_embed_proj_dim") or width_of(f))
+
+
+def tied_head(f: Fields, has: Architecture) -> int:
+    """Parameters of the embedding that the head reads again; 0 where the head has its own."""
+    return embedding_size(f) if is_tied(f, has) else 0
+
+
 def ends(f: Fields, has: Architecture) -> list[Part]:
     """The embedding, and the head where it is not the embedding itself."""
-    vocabulary, width = f.integer("vocab_size"), f.optional("word_embed_proj_dim") or width_of(f)
-    found = [Part("embedding", vocabulary * width, rows=vocabulary)]
+    vocabulary, size = f.integer("vocab_size"), embedding_size(f)
+    found = [Part("embedding", size, rows=vocabulary)]
     if not is_tied(f, has):
-        found.append(Part("head", vocabulary * width))
+        found.append(Part("head", size))
     if on(f, has.head_bias):
         found.append(Part("head", vocabulary))
     return found

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import lcm
 
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
 from decodebench.models.specs import KVCacheSpec, cdiv
+
+#: no request is longer: where the search for the longest that fits ends
+MAX_LENGTH = 2**40
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,63 @@ def capacity(layout: Placed, length: int | None = None) -> Capacity:
         layout.num_blocks // len(layout.groups) * smallest,
         intercept,
         slope,
+    )
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What else bounds a layout: the labels that people quote, sequences at a time, reuse of prefixes."""
+
+    #: blocks × block size, as NIM and ``cache_config_info`` print it (the resolved block size)
+    tokens_blocks: int
+    #: vLLM refuses full CUDA graphs for more sequences than this ("exceeds available Mamba cache blocks")
+    state_sequences: int | None
+    #: requests of one token that fit at the same time
+    short_requests: int
+    #: a prefix is reused in whole multiples of so many tokens; a shorter prompt never hits
+    reuse_tokens: int
+    #: the longest request that fits alone, if the model could serve it
+    longest_length: int
+
+    def __str__(self) -> str:
+        states = (
+            ""
+            if self.state_sequences is None
+            else f"at most {self.state_sequences:,} sequences have a state; "
+        )
+        return (
+            f"{states}{self.short_requests:,} one-token requests fit; prefixes are reused in multiples of "
+            f"{self.reuse_tokens:,} tokens; the longest request that fits alone has {self.longest_length:,} tokens"
+        )
+
+
+def ceilings(layout: Placed) -> Ceilings:
+    """Bounds of a layout other than concurrency at one length (see ``Ceilings``)."""
+    sizes = [
+        layout.tokens_per_block(g)
+        for g, group in enumerate(layout.groups)
+        if not group.kv_cache_spec.bookkeeping
+    ]
+    resolved = layout.resolved.block_size if layout.resolved else min(sizes, default=1)
+    holds_state = any(group.kv_cache_spec.holds_state for group in layout.groups)
+    usable = [count - 1 for count in layout.pool_num_blocks]
+
+    def fits(length: int) -> int:
+        needs = by_pool(layout, request_blocks(layout, length))
+        return min((have // need for have, need in zip(usable, needs) if need), default=0)
+
+    low, high = 0, 1
+    while high < MAX_LENGTH and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return Ceilings(
+        tokens_blocks=layout.num_blocks * resolved,
+        state_sequences=layout.num_blocks if holds_state else None,
+        short_requests=fits(1),
+        reuse_tokens=lcm(*sizes) if sizes else 1,
+        longest_length=low,
     )
 
 

@@ -10,6 +10,7 @@ from decodebench.layout import dump, text
 from decodebench.layout.compare import compare_rows
 from decodebench.layout.placement import LayoutRefused
 from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memory, prepare
+from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import (
@@ -41,15 +42,25 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="RANKS")
     add("--decode-context-parallel-size", "-dcp", type=int, default=1, metavar="RANKS")
     add("--max-model-len", type=_length, metavar="TOKENS", help="a number, or auto for the longest that fits")
-    add("--max-num-batched-tokens", type=int, default=8192, metavar="TOKENS")
+    add("--max-num-batched-tokens", type=int, metavar="TOKENS", help="default: the card's")
     add("--async-scheduling", action=argparse.BooleanOptionalAction, default=True)
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="default: on where the model attends",
+    )
     add("--mamba-cache-dtype", default="auto", choices=STATE_DTYPES)
     add("--mamba-ssm-cache-dtype", default="auto", choices=STATE_DTYPES)
     add(
         "--disable-hybrid-kv-cache-manager",
         action="store_true",
         help="allocate windows and chunks as full attention",
+    )
+    add(
+        "--device",
+        default=DEFAULT_DEVICE,
+        choices=list(DEVICES),
+        help=f"whose kernels and defaults apply (default: {DEFAULT_DEVICE})",
     )
     add("--num-speculative-tokens", type=int, default=0, metavar="TOKENS")
     add(
@@ -64,7 +75,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernel-block-size",
         type=int,
         metavar="TOKENS",
-        help="tokens the kernels work on (16; 64 for latent attention). An engine on CPU: 32, with --block-size 128",
+        help="tokens the kernels work on (default: the card's). An engine on CPU: 32, with --block-size 128",
     )
     add(
         "--grouping",
@@ -104,6 +115,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
             "num_speculative_tokens",
             "draft_layers",
             "kernel_block_size",
+            "device",
         )
     } | {
         "hybrid_kv_cache_manager": not arguments.disable_hybrid_kv_cache_manager,

@@ -73,6 +73,7 @@ def facts(layout: Layout, length: int | None = None) -> dict:
     c = layout.capacity(length)
     return {
         "memory_order": layout.memory_order,
+        "reading": layout.model.reading if layout.model else None,
         "groups": len(layout.groups),
         "pools": len(layout.pool_num_blocks),
         "num_blocks": sum(layout.pool_num_blocks),

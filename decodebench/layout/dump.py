@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from decodebench.layout.capacity import capacity
+from decodebench.layout.capacity import capacity, ceilings
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Grouped, Placed
 from decodebench.models.options import CacheOptions
@@ -24,6 +24,7 @@ def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
     """
     return {
         "model": grouped.model.name if grouped.model else None,
+        "reading": reading_dict(grouped),
         "options": options_dict(grouped),
         "resolved": resolved_dict(grouped),
         "groups": [
@@ -32,6 +33,20 @@ def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
         ],
         "bytes_per_block": grouped.bytes_per_block(),
         "memory": {str(b): memory_dict(x) if not isinstance(x, dict) else x for b, x in layouts.items()},
+        "ceilings": {str(b): asdict(ceilings(x)) for b, x in layouts.items() if not isinstance(x, dict)},
+    }
+
+
+def reading_dict(grouped: Grouped) -> dict | None:
+    """How the config was read: by a reader of its family, or generically and what was left unread."""
+    model = grouped.model
+    if model is None:
+        return None
+    return {
+        "model_type": model.model_type,
+        "generic": model.generic,
+        "unread_fields": list(model.unread_fields),
+        "note": model.reading,
     }
 
 

@@ -16,7 +16,7 @@ from typing import SupportsIndex
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, MambaSpec, cdiv
+from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, cdiv
 
 #: placeholder in block tables: never owned, filled, or read as data
 NULL_BLOCK = 0
@@ -117,6 +117,15 @@ class RequestBlocks:
     def num_external_tokens(self) -> int:
         """Tokens that the connector stands in for: all but the last, less the prefix hit."""
         return max(0, self.num_tokens - 1 - self.num_computed)
+
+    def required_blocks(self, spec: KVCacheSpec, group: int, tokens_per_block: int) -> range:
+        """Positions of its table in a group that layers of ``spec`` read in its next step.
+
+        Where a prefix hit brought everything, nothing is filled, and a state is read from where the
+        hit brought it.
+        """
+        read = spec.required_blocks if self.num_external_tokens else spec.blocks_after_full_hit
+        return read(self.num_tokens, tokens_per_block, len(self.block_ids[group]))
 
 
 @dataclass(frozen=True)
@@ -327,7 +336,7 @@ class KVCacheManager:
         for group, known in enumerate(prefix.blocks):
             per_block = self.layout.tokens_per_block(group)
             length, _ = self._positions(group, request)
-            read = self.layout.groups[group].kv_cache_spec.required_blocks(
+            read = self.layout.groups[group].kv_cache_spec.blocks_after_full_hit(
                 request.num_tokens, per_block, length
             )
             if any(p >= hit // per_block or p not in known for p in read):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from decodebench.layout.capacity import capacity, log_lines, waste
+from decodebench.layout.capacity import capacity, ceilings, log_lines, waste
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
 from decodebench.words import columns
@@ -52,19 +52,32 @@ def layout(layout: Placed) -> str:
         f"a request costs {c.intercept_bytes:,.0f} bytes and {c.slope_bytes:,.0f} bytes for each token; "
         f"old token label {c.tokens_old:,}"
     )
+    bounds = ceilings(layout)
+    lines.append(
+        f"token labels: {c.tokens:,} (vLLM since 0.20.1), {c.tokens_old:,} (before), "
+        f"{bounds.tokens_blocks:,} (blocks × block size: NIM, cache_config_info)"
+    )
+    lines.append(str(bounds))
     lines.append(f"full memory: {w}")
     return "\n".join(lines)
 
 
 def notes(layout: Placed) -> list[str]:
-    """What an engine would stumble over only when it starts its kernels."""
-    r = layout.resolved
+    """What the figures rest on, and what an engine would stumble over only when it starts its kernels."""
+    r, o = layout.resolved, layout.options
+    found = [f"note: {layout.model.reading}"] if layout.model and layout.model.reading else []
+    if r is not None and o is not None:
+        found.append(
+            f"kernels and defaults of {r.device}; {o.max_num_batched_tokens:,} batched tokens, "
+            f"{o.max_in_flight_tokens:,} in flight"
+        )
     if r is None or r.block_size % r.kernel_block_size == 0:
-        return []
-    return [
+        return found
+    found.append(
         f"note: attention kernels work on {r.kernel_block_size} tokens at once; a block of {r.block_size} "
         "is no multiple of that, and an engine may refuse it when it starts"
-    ]
+    )
+    return found
 
 
 def summary(layout: Placed) -> str:
@@ -89,11 +102,12 @@ def html_table(layout: Placed) -> str:
         )
         return f"<tr>{inner}</tr>"
 
-    notes = "<br>".join(html.escape(line) for line in [*log_lines(layout), f"full memory: {waste(layout)}"])
+    said = [*notes(layout), *log_lines(layout), str(ceilings(layout)), f"full memory: {waste(layout)}"]
+    below = "<br>".join(html.escape(line) for line in said)
     body = "".join(row(cells, "td") for cells in rows(layout))
     return (
         f"<p><b>{html.escape(summary(layout))}</b></p><table><thead>{row(COLUMNS, 'th')}</thead>"
-        f"<tbody>{body}</tbody></table><p>{notes}</p>"
+        f"<tbody>{body}</tbody></table><p>{below}</p>"
     )
 
 
@@ -122,6 +136,8 @@ def comparison(name: str, budget: int, compared: list[dict]) -> str:
             table.append([_cell(column, row[column]) for column in COMPARISON])
     length = next((row["length"] for row in compared if row["status"] == "ok"), 0)
     lines = [f"{name} in {budget / 2**30:.2f} GiB, requests of {length:,} tokens", "", *columns(table)]
+    reading = next((row["reading"] for row in compared if row.get("reading")), None)
+    lines += [f"note: {reading}"] if reading else []
     refused = [row for row in compared if row["status"] != "ok"]
     return "\n".join(
         lines + [""] * bool(refused) + [f"{row['strategy']}: refused: {row['reason']}" for row in refused]

@@ -7,6 +7,7 @@ the same process: the memory bus of a shared machine drifts by a factor of two f
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 from decodebench.errors import DecodebenchError
+from decodebench.measure.card import why_unusable
 from decodebench.words import seconds_text
 
 
@@ -106,8 +108,9 @@ def measure(
 
     CPU, warm: ``torch.utils.benchmark`` with ``threads`` (default: torch's own count). CPU, cold:
     caches are evicted before each step, outside the clock. CUDA: the step is captured once in a
-    graph and replayed between events; cold evicts the L2 between replays, outside the events.
-    A step that a graph cannot hold is timed eagerly, and ``method`` says so.
+    graph, several times where it is short, and replayed between events; cold reads the L2 empty between
+    replays, outside the events. A step that a graph cannot hold is timed eagerly, and ``method`` says so.
+    There the number of samples follows from ``min_seconds`` alone.
 
     Raises ``TimingError`` where the device is not there or a limit makes no sense.
     """
@@ -118,7 +121,7 @@ def measure(
             "step, and for no more than max_steps"
         )
     if device.type == "cuda":
-        return _measure_cuda(step, device, cold, min_seconds, min_steps, max_steps)
+        return _measure_cuda(step, device, cold, min_seconds, min_steps)
     if device.type != "cpu":
         raise TimingError(f"device {device}: clocks exist for cpu and cuda")
     threads = threads or torch.get_num_threads()
@@ -160,52 +163,137 @@ def _measure_cpu_cold(step, min_seconds: float, min_steps: int, max_steps: int, 
     return Timing(tuple(samples), True, "cpu", method)
 
 
-def _measure_cuda(step, device, cold: bool, min_seconds: float, min_steps: int, max_steps: int) -> Timing:
-    """Written for a GPU and reviewed, not run: no GPU was at hand when this was written."""
-    require_device(device)
+#: seconds of steps before the clock: an idle card's clocks take a quarter of a second to rise
+WARM_UP_SECONDS = 0.3
+#: least seconds of a sample; shorter steps are repeated in it, so that no launch by the host shows
+SAMPLE_SECONDS = 1e-3
+#: least seconds of reading that empty the L2 before a cold step, while the host enqueues the step
+EVICTION_SECONDS = 1e-4
+
+
+def _measure_cuda(step, device, cold: bool, min_seconds: float, min_steps: int) -> Timing:
+    """Replays of a captured step between events, behind work that keeps the host out of the sample.
+
+    Warm: a graph of several steps, one graph a sample. Cold: one step a sample, behind a read of more
+    than the L2 holds; a read leaves no lines to be written back inside the sample. Tested on a virtual
+    timeline.
+    """
+    device = require_device(device)
     with torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # warm-up off the default stream, as graph capture asks for
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        method = "CUDA graph of one step, replayed between events"
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            replay = graph.replay
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            why = str(error).splitlines()[0]
-            replay, method = step, f"eager between events (graph capture failed: {why})"
-        l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        eviction = torch.empty(max(4 * l2, 1 << 26), dtype=torch.uint8, device=device) if cold else None
-        for _ in range(3):
-            replay()
+        _run_aside(step)
+        play, method = _capture(step, 1)
+        _warm_up(play)
+        once = _mean_seconds(play)
+        copies = 1
+        if not cold:
+            copies = min(512, max(1, math.ceil(SAMPLE_SECONDS / once)))
+            if copies > 1:
+                play, method = _capture(step, copies)
+        evict = _eviction(device) if cold else play
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(16)
+        ]
         samples: list[float] = []
-        while len(samples) < min_steps or (sum(samples) < min_seconds and len(samples) < max_steps):
-            pairs = []
-            for _ in range(min(16, max_steps)):  # a batch of replays per synchronisation keeps the queue full
-                if eviction is not None:
-                    eviction.zero_()
-                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began = time.monotonic()
+        while len(samples) * copies < min_steps or sum(samples) * copies < min_seconds:
+            if not cold:
+                play()  # the queue is never empty when a sample begins
+            for start, stop in pairs:
+                if cold:
+                    evict()
                 start.record()
-                replay()
+                play()
                 stop.record()
-                pairs.append((start, stop))
             torch.cuda.synchronize()
-            samples += [start.elapsed_time(stop) / 1e3 for start, stop in pairs]
-    return Timing(tuple(samples), cold, str(device), method)
+            samples += [start.elapsed_time(stop) / 1e3 / copies for start, stop in pairs]
+            if time.monotonic() - began > 20 * min_seconds + 5 and len(samples) * copies >= min_steps:
+                break
+    if cold:
+        method += ", each behind a read that empties the L2"
+    return Timing(tuple(samples), cold, str(device), method, copies)
+
+
+def _run_aside(step) -> None:
+    """Compile and allocate: three steps off the default stream, as graph capture asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
+def _capture(step, copies: int) -> tuple[Callable[[], object], str]:
+    """A function that runs ``copies`` steps, and how: a graph, or one by one where a graph cannot hold them."""
+    text = "one step" if copies == 1 else f"{copies} steps"
+    before = torch.cuda.current_stream()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(copies):
+                step()
+        return graph.replay, f"CUDA graph of {text}, replayed between events"
+    except RuntimeError as error:
+        # torch leaves its capture stream current where ending the capture fails
+        torch.cuda.set_stream(before)
+        torch.cuda.synchronize()
+        why = str(error).splitlines()[0]
+
+    def eagerly() -> None:
+        for _ in range(copies):
+            step()
+
+    return eagerly, f"{text} eagerly between events (graph capture failed: {why})"
+
+
+def _warm_up(play) -> None:
+    end = time.monotonic() + WARM_UP_SECONDS
+    while time.monotonic() < end:
+        for _ in range(16):
+            play()
+        torch.cuda.synchronize()
+
+
+def _mean_seconds(play) -> float:
+    """Seconds a call, from many in a row: good enough to choose how often a sample repeats it."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    play()
+    start.record()
+    for _ in range(32):
+        play()
+    stop.record()
+    torch.cuda.synchronize()
+    return max(1e-7, start.elapsed_time(stop) / 1e3 / 32)
+
+
+def _eviction(device: torch.device) -> Callable[[], object]:
+    """A read of more than the L2 holds, repeated until it takes long enough for the host to enqueue a step."""
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    buffer = torch.zeros(max(4 * l2, 64 << 20) // 4, dtype=torch.float32, device=device)
+    total = torch.zeros((), device=device)
+
+    def read() -> None:
+        torch.sum(buffer, dim=0, out=total)
+
+    times = max(1, math.ceil(EVICTION_SECONDS / _mean_seconds(read)))
+
+    def evict() -> None:
+        for _ in range(times):
+            read()
+
+    return evict
 
 
 def require_device(device: str | torch.device) -> torch.device:
     """The device, or a ``TimingError`` where this build of torch or this machine has none of it."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise TimingError(f"device {device}: torch {torch.__version__} sees no CUDA device; use 'cpu'")
+        told = why_unusable() or f"torch {torch.__version__} sees no CUDA device; use 'cpu'"
+        raise TimingError(f"device {device}: {told}")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise TimingError(f"device {device}: this machine has cuda:0 to cuda:{count - 1}")
     return device
 
 

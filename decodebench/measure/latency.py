@@ -37,6 +37,8 @@ class DecodeMeasurement:
     seed: int
     fallbacks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    #: kind → floating-point operations of a step's products
+    operations: dict[str, int] = field(default_factory=dict)
     #: kind → timing of that kind's layers alone, where asked for
     kind_timings: dict[str, Timing] = field(default_factory=dict)
 
@@ -60,8 +62,8 @@ class DecodeMeasurement:
 
     @property
     def limit(self) -> float:
-        """Seconds that the memory needs for this step's bytes."""
-        return limit_seconds(self.work, self.bandwidth)
+        """Seconds that this step needs at least: its bytes, or its products where those take longer."""
+        return limit_seconds(self.work, self.bandwidth, sum(self.operations.values()))
 
     @property
     def share(self) -> float:
@@ -82,7 +84,7 @@ class DecodeMeasurement:
             read, written = sum(w.bytes_read for w in work), sum(w.bytes_written for w in work)
             row = {"kind": kind, "layers": len(work), "bytes_read": read, "bytes_written": written}
             row["bytes_moved"] = read + written
-            row["limit_s"] = limit_seconds(work, self.bandwidth)
+            row["limit_s"] = limit_seconds(work, self.bandwidth, self.operations.get(kind, 0))
             if kind in self.kind_timings:
                 t = self.kind_timings[kind]
                 row |= t.to_dict()
@@ -129,12 +131,18 @@ class DecodeMeasurement:
     __repr__ = __str__
 
 
-def limit_seconds(work: Sequence[LayerWork], speed: Bandwidth) -> float:
-    """Seconds the memory needs: what is only read at read speed, states and new slots at update speed."""
+def limit_seconds(work: Sequence[LayerWork], speed: Bandwidth, operations: int = 0) -> float:
+    """Seconds that a step needs at least: ``max(bytes, operations)`` and a launch for each layer.
+
+    What is only read moves at read speed, states and new slots at update speed. ``operations`` count where
+    the speed of products was measured (CUDA), as does the launch floor: 0 on a CPU.
+    """
     updated = sum(w.bytes_updated for w in work)
     read = sum(w.bytes_read for w in work) - updated / 2
     written = sum(w.bytes_written for w in work) - updated / 2
-    return (read / speed.read + (updated + written) / speed.update) / 1e9
+    moving = (read / speed.read + (updated + written) / speed.update) / 1e9
+    computing = operations / (speed.products * 1e12) if speed.products else 0.0
+    return max(moving, computing) + len(work) * speed.launch_seconds
 
 
 def measure_decode(
@@ -160,6 +168,8 @@ def measure_decode(
     """
     options = {"seed": seed, "query_heads": query_heads, "dtype": dtype}
     clock = {"device": cache.device, "cold": cold, "min_seconds": min_seconds, "min_steps": min_steps}
+    if limit is None and cache.device.type == "cuda":
+        limit = bandwidth(cache.device)  # measured before: a card that the step fills has no room for it
     try:
         step = prepare_step(cache, batch, backend, layers=layers, **options)
         try:
@@ -177,7 +187,8 @@ def measure_decode(
             f"out of memory for a step of {len(tokens)} requests with up to {max(tokens)} tokens: {error}"
         ) from error
     tokens = [blocks.request.num_tokens for blocks in batch.requests]
-    notes = [note for note in (step.note, _small_working_set(cache, step), busy()) if note]
+    quiet = busy() if cache.device.type == "cpu" else None
+    notes = [note for note in (step.note, None if cold else _small_working_set(cache, step), quiet) if note]
     if step.assumed:
         notes.append("query heads assumed: one a KV head (a layout made by hand); pass query_heads=")
     return DecodeMeasurement(
@@ -190,6 +201,10 @@ def measure_decode(
         seed,
         step.fallbacks,
         tuple(notes),
+        {
+            kind: sum(x.operations for x in step.layers if x.work.kind == kind)
+            for kind in dict.fromkeys(x.work.kind for x in step.layers)
+        },
         kind_timings,
     )
 
@@ -199,10 +214,16 @@ def _small_working_set(cache: Cache, step: DecodeStep) -> str | None:
     if cache.device.type != "cuda":
         return None
     l2 = torch.cuda.get_device_properties(cache.device).L2_cache_size
-    moved = sum(x.work.bytes_read for x in step.layers)
-    if moved >= 4 * l2:
+    each: dict[str, int] = {}
+    for layer in step.layers:
+        each[layer.work.kind] = each.get(layer.work.kind, 0) + layer.work.bytes_read
+    small = [kind for kind, moved in each.items() if moved < 4 * l2]
+    total = sum(each.values())
+    if total < 4 * l2:
+        return f"in L2: the step reads {total >> 20} MiB, the L2 holds {l2 >> 20}: ask for cold=True or more layers"
+    if not small or len(each) == 1:
         return None
-    return f"the step reads {moved >> 20} MiB, the L2 holds {l2 >> 20}: ask for cold=True or a longer context"
+    return f"in L2 where timed alone: {', '.join(small)} (less than four times the L2's {l2 >> 20} MiB)"
 
 
 def holds_fill(suspect: Timing, resident: Timing, fill_seconds: float) -> bool:

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,11 +19,20 @@ if TYPE_CHECKING:
     import torch
 
 
-def machine(device: str | torch.device = "cpu") -> dict[str, object]:
+def machine(device: str | torch.device | Sequence[str] = "cpu") -> dict[str, object]:
     """What a reader must not have to guess: device, cores, memory, and versions.
 
-    Loads torch for a CUDA device only: planning and comparing layouts need none.
+    Several devices: a ``device`` that names them all, and ``devices`` that tells which is which. Loads
+    torch for a CUDA device only: planning and comparing layouts need none.
     """
+    if not isinstance(device, str) and isinstance(device, Sequence):
+        if len(device) > 1:
+            # the card last, so that its facts stay where facts differ
+            each = {name: machine(name) for name in sorted(device, key=lambda d: d.startswith("cuda"))}
+            names = {name: facts["device"] for name, facts in each.items()}
+            together = {k: v for facts in each.values() for k, v in facts.items()}
+            return together | {"device": " and ".join(map(str, names.values())), "devices": names}
+        device = device[0]
     facts: dict[str, object] = {
         "device": _cpu_name(),
         "cores": os.cpu_count(),
@@ -45,14 +55,17 @@ def machine(device: str | torch.device = "cpu") -> dict[str, object]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
-            "driver": _driver_version(),
+            "driver": _driver_version(getattr(properties, "uuid", None)),
             "host": _cpu_name(),
         }
     return facts
 
 
 def provenance(
-    settings: dict[str, object] | None = None, *, seed: int | None = None, device: str | torch.device = "cpu"
+    settings: dict[str, object] | None = None,
+    *,
+    seed: int | None = None,
+    device: str | torch.device | Sequence[str] = "cpu",
 ) -> dict[str, object]:
     """``machine`` plus code version, date, settings and seed: what a stored result needs beside it."""
     commit, dirty = _git_state()
@@ -84,9 +97,10 @@ def _memory_gib() -> float | None:
         return None
 
 
-def _driver_version() -> str | None:
+def _driver_version(uuid: object) -> str | None:
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        query += ["-i", f"GPU-{str(uuid).removeprefix('GPU-')}"] if uuid else []
         return subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.split("\n")[0] or None
     except (OSError, subprocess.SubprocessError):
         return None

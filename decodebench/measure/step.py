@@ -28,6 +28,8 @@ class LayerStep:
     run: Callable[[], torch.Tensor] = field(repr=False)
     touched: tuple[tuple[torch.Tensor, tuple], ...] = field(repr=False)
     fallback: str | None = None
+    #: floating-point operations of its products: attention's, two a multiplication and addition
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class DecodeStep:
 
     def restore(self) -> None:
         for view, index, value in self._saved:
-            _bits(view)[index] = value
+            _bits(view)[index] = value.to(view.device)
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -98,7 +100,8 @@ def prepare_step(
             q = (heads, activation)
             table = tables[work.group]
             steps.append(_attention_layer(cache, batch, work, spec, runs_on, table, random, q, plans))
-    saved = tuple((view, index, _bits(view)[index].clone()) for s in steps for view, index in s.touched)
+    # a GPU's states are kept in host memory: a second copy of them would not fit beside a full cache
+    saved = tuple((view, index, _bits(view)[index].cpu()) for s in steps for view, index in s.touched)
     assumed = query_heads is None and any(
         model_layer(layout, w.layer) is None and not layout.layer_specs[w.layer].holds_state for w in chosen
     )
@@ -189,7 +192,9 @@ def _attention_layer(cache, batch, work, spec, backend, table, random, query, pl
         def run() -> torch.Tensor:
             return runner.attend(q, view, table, start, stop, **options)
 
-    return LayerStep(work, run, touched, fallback and f"torch, {fallback}")
+    seen = sum(max(0, last - first) for first, last in ranges)
+    operations = 2 * heads * (spec.head_size + shape["head_size_v"]) * seen
+    return LayerStep(work, run, touched, fallback and f"torch, {fallback}", operations)
 
 
 def _check_row(work: LayerWork, blocks, start: int, stop: int, entries: int) -> None:
@@ -225,21 +230,30 @@ def _query_heads(layout: Layout, layer: str) -> int | None:
 
 
 def _state_layer(cache, batch, work, spec, backend, table, random) -> LayerStep:
-    """A state layer; its row is the state that the step starts from (``spec.required_blocks``)."""
+    """A state layer; the row that ``spec.required_blocks`` names is read and updated in place.
+
+    Where the token opens a block, a fill stands in for the engine's copy of the state before it;
+    where a prefix hit brought that state, it is copied here as the engine would.
+    """
     views = cache.view(work.layer)
     parts = views if isinstance(views, dict) else {spec.parts()[0].name: views}
-    ids = []
+    ids, brought = [], []
     for blocks in batch.requests:
         row, tokens = blocks.block_ids[work.group], cache.layout.tokens_per_block(work.group)
-        required = spec.required_blocks(blocks.request.num_tokens, tokens, len(row))
-        at = required.start if required else 0  # a first token starts from a fresh state
-        if at >= len(row) or row[at] == NULL_BLOCK:
-            raise DecodeError(
-                f"request {blocks.request.request_id!r}, group {work.group} ({work.layer}): no state at "
-                f"position {at} of its block table"
-            )
-        ids.append(row[at])
+        running = spec.required_blocks(blocks.num_tokens, tokens, len(row))
+        before = blocks.required_blocks(spec, work.group, tokens)
+        for required, places in ((running, ids), (before, brought)):
+            at = required.start if required else 0  # a first token starts from a fresh state
+            if at >= len(row) or row[at] == NULL_BLOCK:
+                raise DecodeError(
+                    f"request {blocks.request_id!r}, group {work.group} ({work.layer}): no state at "
+                    f"position {at} of its block table"
+                )
+            places.append(row[at])
     rows = torch.tensor(ids, dtype=torch.int64, device=cache.device)
+    if brought != ids:
+        for part in map(_bits, parts.values()):
+            part[rows] = part[torch.tensor(brought, device=cache.device)]
     inputs = reference.state_inputs(work.kind, parts, len(ids), random, cache.device)
     fallback = backend.can_update(work.kind, parts)
     runner = torch_ops if fallback else backend

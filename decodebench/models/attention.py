@@ -16,12 +16,23 @@ KINDS = FULL | SLIDING | CHUNKED
 Types = Callable[[Fields, int], list[str] | None]
 
 
-def heads(f: Fields) -> tuple[int, int, int]:
-    """Query heads, KV heads and head size."""
+#: spellings of the number of KV heads, in the order in which vLLM looks for them
+KV_HEADS = (
+    "n_head_kv",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
+
+
+def heads(f: Fields, *spellings: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size; ``spellings``: where the KV heads stand, if not in the usual field."""
     count = f.integer("num_attention_heads")
-    kv_heads = f.integer("num_key_value_heads", default=count)
+    names = spellings or ("num_key_value_heads",)
+    kv_heads = f.integer(*names, default=count)
     if count % kv_heads:
-        raise f.wrong(("num_key_value_heads",), kv_heads, f"it does not divide num_attention_heads = {count}")
+        raise f.wrong(names, kv_heads, f"it does not divide num_attention_heads = {count}")
     size = f.optional("head_dim", least=0) or f.integer("hidden_size") // count
     if size < 1:
         raise f.wrong(("head_dim",), size, "a head has at least one value")
@@ -312,3 +323,154 @@ def read_falcon(f: Fields, root: str) -> list[Layer]:
     size = f.integer("hidden_size") // count
     length = f.layer_count("num_hidden_layers", "n_layer")
     return [AttentionLayer(f"{root}.{i}.self_attention.attn", count, kv_heads, size) for i in range(length)]
+
+
+def read_spelled(
+    f: Fields, root: str, spellings: tuple[str, ...] = (), path: str = "self_attn.attn", depth: str = ""
+) -> list[Layer]:
+    """Full attention throughout, the KV heads in one of the fields ``spellings``, the layers in ``depth``."""
+    length = f.layer_count(*(depth, "num_hidden_layers") if depth else ())
+    return [AttentionLayer(f"{root}.{i}.{path}", *heads(f, *spellings)) for i in range(length)]
+
+
+def read_chatglm(f: Fields, root: str) -> list[Layer]:
+    """KV heads in ``multi_query_group_num`` where ``multi_query_attention`` is on."""
+    count, size = f.integer("num_attention_heads"), f.integer("kv_channels")
+    shared = f.get("multi_query_attention", default=f.has("multi_query_group_num"))
+    kv_heads = f.integer("multi_query_group_num") if shared else count
+    length = f.layer_count("num_layers", "num_hidden_layers")
+    return [AttentionLayer(f"{root}.{i}.self_attention.attn", count, kv_heads, size) for i in range(length)]
+
+
+def read_nemotron_nas(f: Fields, root: str) -> list[Layer]:
+    """``block_configs`` says for each layer how many query heads share a KV head, or that it has no attention."""
+    count = f.integer("num_attention_heads")
+    size = f.optional("head_dim") or f.integer("hidden_size") // count
+    blocks = f.listing("block_configs", length=f.layer_count())
+    if blocks is None:
+        raise f.missing("block_configs")
+    layers: list[Layer] = []
+    for i, block in enumerate(blocks):
+        inner = block.get("attention") if isinstance(block, Mapping) else None
+        attention = Fields(
+            inner if isinstance(inner, Mapping) else {}, f"{f.source}, block_configs[{i}].attention"
+        )
+        if attention.get("no_op", default=False) or attention.get("replace_with_linear", default=False):
+            continue
+        shared = attention.integer("n_heads_in_group")
+        if count % shared:
+            raise attention.wrong(("n_heads_in_group",), shared, f"it does not divide {count} query heads")
+        layers.append(AttentionLayer(f"{root}.{i}.self_attn.attn", count, count // shared, size))
+    return layers
+
+
+def read_step3p5(f: Fields, root: str) -> list[Layer]:
+    """Groups are KV heads; ``attention_other_setting`` gives one layer type heads of its own."""
+    length = f.layer_count()
+    count, kv_heads, size = heads(f, "num_attention_groups")
+    types = f.listing("layer_types", length=length, choices=KINDS)
+    span, other = window(f), f.get("attention_other_setting")
+    setting = Fields(other if isinstance(other, Mapping) else {}, f"{f.source}, attention_other_setting")
+    kind_of_other = setting.get("attention_type")
+    layers: list[Layer] = []
+    for i in range(length):
+        kind = types[i] if types else "sliding_attention" if i % 2 == 0 else "full_attention"
+        shape = (count, kv_heads, size)
+        if types and kind == kind_of_other:
+            shape = (
+                setting.integer("num_attention_heads", default=count),
+                setting.integer("num_attention_groups", default=kv_heads),
+                setting.integer("head_dim", default=size),
+            )
+        layers.append(
+            AttentionLayer(
+                f"{root}.{i}.self_attn.attn", *shape, sliding_window=span if kind in SLIDING else None
+            )
+        )
+    return layers
+
+
+def read_step3(f: Fields, root: str) -> list[Layer]:
+    """One KV head for all query heads."""
+    count, size = f.integer("num_attention_heads"), f.integer("head_dim")
+    return [AttentionLayer(f"{root}.{i}.self_attn.attn", count, 1, size) for i in range(f.layer_count())]
+
+
+def read_looped(f: Fields, root: str) -> list[Layer]:
+    """Layers run ``loop_num`` times: a full cache for the first time, a window for each further one."""
+    length, loops = f.layer_count(), f.integer("loop_num", default=2)
+    span = f.integer("loop_window_size", default=64)
+    return [
+        AttentionLayer(
+            f"{root}.{i + length * loop}.self_attn.attn", *heads(f), sliding_window=span if loop else None
+        )
+        for i in range(length)
+        for loop in range(loops)
+    ]
+
+
+def read_dbrx(f: Fields, root: str) -> list[Layer]:
+    """Sizes under older names, the KV heads in ``attn_config``."""
+    given = f.get("attn_config")
+    config = Fields(given if isinstance(given, Mapping) else {}, f"{f.source}, attn_config")
+    count = f.integer("n_heads", "num_attention_heads")
+    kv_heads = config.integer("kv_n_heads", default=count)
+    size = f.integer("d_model", "hidden_size") // count
+    length = f.layer_count("n_layers", "num_hidden_layers")
+    return [
+        AttentionLayer(f"{root}.{i}.norm_attn_norm.attn.attn", count, kv_heads, size) for i in range(length)
+    ]
+
+
+def read_gpt_bigcode(f: Fields, root: str) -> list[Layer]:
+    """One KV head for all where ``multi_query`` is on."""
+    count = f.integer("n_head", "num_attention_heads")
+    kv_heads = 1 if f.get("multi_query", default=True) else count
+    size = f.integer("n_embd", "hidden_size") // count
+    length = f.layer_count("n_layer", "num_hidden_layers")
+    return [AttentionLayer(f"{root}.{i}.attn.attn", count, kv_heads, size) for i in range(length)]
+
+
+def read_pangu_sink(f: Fields, root: str) -> list[Layer]:
+    """Values wider than keys; learned sinks lie in blocks of the pool that no request owns."""
+    count = f.integer("num_attention_heads")
+    kv_heads = f.integer("num_key_value_heads", default=count)
+    size = f.integer("qk_nope_dim") + f.integer("qk_rope_dim")
+    values = f.integer("v_channels", default=size)
+    return [
+        AttentionLayer(f"{root}.{i}.self_attn.attn", count, kv_heads, size, values)
+        for i in range(f.layer_count())
+    ]
+
+
+def read_telechat(f: Fields, root: str) -> list[Layer]:
+    """Older names for layers and heads."""
+    count = f.integer("n_head", "num_attention_heads")
+    kv_heads = f.integer("num_key_value_heads", default=count)
+    size = f.optional("head_dim") or f.integer("hidden_size") // count
+    length = f.layer_count("n_layer", "num_hidden_layers")
+    return [AttentionLayer(f"{root}.{i}.self_attn.attn", count, kv_heads, size) for i in range(length)]
+
+
+def read_every_other(f: Fields, root: str) -> list[Layer]:
+    """Attention and experts are counted as layers in turns: attention has the even numbers."""
+    return [AttentionLayer(f"{root}.{2 * i}.mixer.attn", *heads(f)) for i in range(f.layer_count())]
+
+
+def read_hrm_text(f: Fields, root: str) -> list[Layer]:
+    """Two stacks that run in cycles; each step of a cycle has caches of its own.
+
+    The low stack runs ``L_cycles`` times, then the high stack once, and all that ``H_cycles`` times.
+    """
+    high, low = f.integer("H_cycles"), f.integer("L_cycles")
+    depth = f.layer_count("num_layers_per_stack")
+    steps = {
+        "L_module": [h * (low + 1) + i for h in range(high) for i in range(low)],
+        "H_module": [h * (low + 1) + low for h in range(high)],
+    }
+    return [
+        AttentionLayer(f"{root}.{stack}.layers.{step * depth + i}.self_attn.attn", *heads(f))
+        for stack, turns in steps.items()
+        for i in range(depth)
+        for step in turns
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from decodebench.models import attention, latent, packed, state
+from decodebench.models import attention, indexed, latent, packed, state
 from decodebench.models.attention import all_or_none, alternating, as_a_whole, dense_first, every, first_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
@@ -38,6 +38,8 @@ class Family:
     memory_order: str = "LBNHC"
     #: KV cache dtype that stands for "auto" and for the fp8 ones
     kv_cache_dtype: str = "auto"
+    #: states alone: an engine reuses no prefixes unless it is told to
+    attention_free: bool = False
 
 
 def attending(
@@ -45,6 +47,7 @@ def attending(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     sliding_window: int | None = None,
+    root: str = "model.layers",
     **arguments,
 ) -> Family:
     """A family of plain attention, by the defaults of its config class and what its reader is told."""
@@ -55,7 +58,7 @@ def attending(
         "sliding_window": sliding_window,
     }
     known = {name: value for name, value in defaults.items() if value is not None}
-    return Family(attention.read_attention, arguments, known)
+    return Family(attention.read_attention, arguments, known, root)
 
 
 def full(
@@ -78,7 +81,7 @@ def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments) -
         "index_n_heads": 64,
         "index_head_dim": 128,
     }
-    return Family(read, arguments, defaults, kernel_block_size=64)
+    return Family(read, arguments, defaults)
 
 
 DELTA_NET = {
@@ -182,6 +185,64 @@ FAMILIES: dict[str, Family] = {
         root="transformer.h",
     ),
     "falcon": Family(attention.read_falcon, defaults={"max_position_embeddings": 2048}, root="transformer.h"),
+    **{
+        name: full(length)
+        for name, length in {
+            "deepseek": 4096,
+            "hyperclovax": 8192,
+            "aria_text": 8192,
+            "glm_ocr_text": 131072,
+            "jais2": 8192,
+            "minicpm": 4096,
+            "mellum": 131072,
+            "orion": 4096,
+            "PanguEmbedded": 32768,
+            "k2_horizon": 32768,
+            "iquestcoder": 32768,
+            "param2moe": 4096,
+            "solar": 4096,
+            "telechat3": 32768,
+            "TeleFLM": 4096,
+            "paddleocr_vl_text": 131072,
+            "qwen2_5_omni_text": 32768,
+        }.items()
+    },
+    "granitemoe_swa": attending(2048, sliding_window=128, types=first_of(4)),
+    "hrm_text": Family(attention.read_hrm_text, defaults={"max_position_embeddings": 4096}, root="model"),
+    "muse_glimmer_text": attending(262144, sliding_window=512),
+    "cosmos3_edge_text": Family(attention.read_every_other, defaults={"max_position_embeddings": 262144}),
+    "vaultgemma": attending(8192, kv_heads=4, head_dim=256, sliding_window=4096, types=every(2)),
+    "bailing_moe": full(16384, path="attention.attn"),
+    "bailing_moe_v2": full(16384, path="attention.attn"),
+    "sarvam_moe": full(4096, path="attention.attn"),
+    "internlm2": full(32768, path="attention.attn"),
+    "step1": Family(attention.read_spelled, {"spellings": ("num_attention_groups", "num_key_value_heads")}),
+    "step3_text": Family(
+        attention.read_step3, defaults={"head_dim": 256, "max_position_embeddings": 65536}, root=".layers"
+    ),
+    "step3p5": Family(attention.read_step3p5, defaults={"max_position_embeddings": 262144}),
+    "chatglm": Family(
+        attention.read_chatglm, defaults={"seq_length": 8192}, root="transformer.encoder.layers"
+    ),
+    "nemotron-nas": Family(attention.read_nemotron_nas, defaults={"max_position_embeddings": 131072}),
+    "exaone": Family(
+        attention.read_spelled,
+        {"path": "attn.attention.attn", "depth": "num_layers"},
+        {"max_position_embeddings": 2048},
+        root="model.h",
+    ),
+    "telechat": Family(attention.read_telechat, root="model.layers"),
+    "iquestloopcoder": Family(attention.read_looped, defaults={"max_position_embeddings": 131072}),
+    "dbrx": Family(attention.read_dbrx, defaults={"max_seq_len": 2048}, root="transformer.blocks"),
+    "gptj": Family(
+        attention.read_multi_head,
+        {"path": "attn.attn", "count": "n_head", "width": "n_embd", "depth": "n_layer"},
+        {"n_positions": 2048},
+        root="transformer.h",
+    ),
+    "gpt_bigcode": Family(attention.read_gpt_bigcode, defaults={"n_positions": 1024}, root="model.h"),
+    "PanguProMoE": Family(attention.read_pangu_sink),
+    "plamo3": attending(4096, path="mixer.attn", root="model.layers.layers"),
     # windows beside full attention
     "gemma2": attending(8192, kv_heads=4, head_dim=256, sliding_window=4096, types=every(2)),
     "gemma3_text": Family(
@@ -261,7 +322,49 @@ FAMILIES: dict[str, Family] = {
         latent.read_unabsorbed,
         defaults={"max_position_embeddings": 32768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
     ),
-    "kimi_linear": Family(latent.read_kimi, defaults={"max_position_embeddings": 4096}, kernel_block_size=64),
+    "kimi_linear": Family(latent.read_kimi, defaults={"max_position_embeddings": 4096}),
+    "axk1": mla(latent.read_deepseek, 32768),
+    "pangu_ultra_moe": mla(latent.read_latent, 131072),
+    "sarvam_mla": mla(latent.read_latent, 4096),
+    "longcat_flash_ngram": mla(latent.read_latent, 131072, per_layer=2),
+    "bailing_hybrid": mla(latent.read_bailing_hybrid, 8192),
+    "bailing_moe_linear": mla(latent.read_bailing_hybrid, 8192),
+    "bailing_moe_v3": mla(latent.read_bailing_hybrid, 8192),
+    "bailing_hybrid_v3": mla(latent.read_bailing_hybrid, 8192),
+    # attention that reads what index keys choose
+    "hy_v4": mla(indexed.read_hy_v4, 262144),
+    "dots3_note": mla(indexed.read_dots3_note, 4096),
+    "glm5_next_text": Family(
+        indexed.read_glm5_next,
+        defaults={
+            "num_attention_heads": 64,
+            "max_position_embeddings": 1048576,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 0,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+            "index_kpool": 16,
+            "linear_head_dim": 128,
+            "linear_num_heads": 64,
+            "linear_conv_kernel_dim": 4,
+        },
+        memory_order="BLHNC",
+    ),
+    "qwen4_exp_text": Family(
+        indexed.read_qwen4_exp,
+        defaults=DELTA_NET | {"ple_conv_kernel_size": 4, "ngram_size": 3, "hc_count": 4},
+        ssm_dtype=("mamba_ssm_dtype", "auto"),
+        memory_order="BLNHC",
+    ),
+    "minimax_m3_text": Family(
+        indexed.read_minimax_m3,
+        defaults={"max_position_embeddings": 524288, "num_key_value_heads": 4, "head_dim": 128},
+        kernel_block_size=128,
+    ),
+    "inkling_text": Family(
+        indexed.read_inkling,
+        defaults={"max_position_embeddings": 131072, "conv_kernel_size": 4, "sliding_window_size": 512},
+    ),
     # compressed latent attention
     "deepseek_v4": Family(
         packed.read_deepseek_v4,
@@ -272,6 +375,18 @@ FAMILIES: dict[str, Family] = {
             "index_head_dim": 128,
         },
         kernel_block_size=256,
+        memory_order="BLHNC",
+        kv_cache_dtype="fp8_ds_mla",
+    ),
+    "deepseek_v41_text": Family(
+        packed.read_deepseek_v41,
+        defaults={
+            "max_position_embeddings": 1048576,
+            "head_dim": 512,
+            "sliding_window": 128,
+            "index_head_dim": 128,
+        },
+        kernel_block_size=64,
         memory_order="BLHNC",
         kv_cache_dtype="fp8_ds_mla",
     ),
@@ -288,8 +403,8 @@ FAMILIES: dict[str, Family] = {
             "mamba_expand": 2,
         },
     ),
-    "mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
-    "falcon_mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers"),
+    "mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers", attention_free=True),
+    "falcon_mamba": Family(state.read_mamba, defaults=MAMBA_1, root="backbone.layers", attention_free=True),
     "mamba2": Family(
         state.read_mamba2,
         defaults={
@@ -301,6 +416,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64,
         },
         root="backbone.layers",
+        attention_free=True,
     ),
     "nemotron_h": Family(
         state.read_nemotron_h, defaults=NEMOTRON_H, ssm_dtype=("mamba_ssm_cache_dtype", "float32")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from decodebench.models import latent, state
-from decodebench.models.attention import CHUNKED, FULL, SLIDING, heads, window
+import re
+
+from decodebench.models import state
+from decodebench.models.attention import CHUNKED, FULL, KV_HEADS, SLIDING, heads, window
 from decodebench.models.families import Family
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, Layer, StateLayer
@@ -38,12 +40,19 @@ def generic_layer(f: Fields, path: str, kind: str, span: int | None) -> Layer:
     if kind in MAMBA | LINEAR | CONVOLUTION:
         return generic_state(f, path, kind)
     if f.has("kv_lora_rank"):
-        return latent.latent(f, f"{path}.self_attn.attn")
+        raise f.wrong(
+            ("kv_lora_rank",),
+            f.get("kv_lora_rank"),
+            "vLLM keeps latent rows only for the model types it lists, and this is none of them",
+        )
+    spelled = [name for name in KV_HEADS if name in f.values]
+    if spelled and f.values[spelled[0]] is None:
+        raise f.wrong(spelled[:1], None, "vLLM takes the KV heads from this field, and null is no number")
     if kind in SLIDING and span is None:
         raise f.missing("sliding_window")
     return AttentionLayer(
         f"{path}.self_attn.attn",
-        *heads(f),
+        *heads(f, *(spelled[:1] or KV_HEADS)),
         sliding_window=span if kind in SLIDING else None,
         attention_chunk_size=f.integer("attention_chunk_size") if kind in CHUNKED else None,
     )
@@ -74,6 +83,36 @@ def generic_state(f: Fields, path: str, kind: str) -> StateLayer:
 def state_fields(f: Fields) -> bool:
     """Whether the config speaks of states at all."""
     return any(name.startswith(("mamba_", "linear_num_", "ssm_", "conv_L")) for name in f.values)
+
+
+#: words in a field's name that speak of what a cache holds
+TELLING = re.compile(
+    r"kv|head|group|block|ratio|index|window|chunk|conv|ssm|mamba|state|lora|rank|compress|loop|cycle|recur"
+    r"|shar|cache|pattern|sink|latent|memor|linear|attn|attention|layer|encoder|audio|retention|sparse|interval"
+    r"|period|stack|draft|mtp|nextn"
+)
+#: fields with such words that no cache depends on
+HARMLESS = re.compile(
+    r"layer_?norm|norm_eps|num_layers_to|initializer|dropout|bias|tie_|head_dtype|lm_head|expert|moe|router|rope"
+    r"|^n_group$|^topk_group$|topk_method|vision|image|token_id|output_|use_cache|gradient|quant|dtype|scal|_pdrop"
+    r"|attn_implementation|_name_or_path|position|pretraining|chunk_size_feed_forward|pruned_heads|cross_attention"
+    r"|add_cross|is_encoder_decoder|max_window_layers|use_sliding_window|layer_scale|clip_qkv|softcap|logit|norm_type"
+    r"|multiplier|first_k_dense|mlp|activation|gate"
+)
+
+
+def unread_fields(f: Fields) -> tuple[str, ...]:
+    """Fields that nobody read and whose names speak of a cache, sorted; empty values say nothing."""
+    return tuple(
+        sorted(
+            name
+            for name, value in f.values.items()
+            if name not in f.used
+            and value not in (None, False, "", [], {})
+            and TELLING.search(name.lower())
+            and not HARMLESS.search(name.lower())
+        )
+    )
 
 
 GENERIC = Family(read_generic, kernel_block_size=16)

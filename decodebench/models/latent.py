@@ -8,14 +8,9 @@ from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, StateLayer
 
 
-def latent(f: Fields, name: str, **facts) -> LatentLayer:
-    return LatentLayer(
-        name,
-        f.integer("num_attention_heads"),
-        f.integer("kv_lora_rank"),
-        f.integer("qk_rope_head_dim"),
-        **facts,
-    )
+def latent(f: Fields, name: str, qk_rope_head_dim: int | None = None, **facts) -> LatentLayer:
+    rope = f.integer("qk_rope_head_dim") if qk_rope_head_dim is None else qk_rope_head_dim
+    return LatentLayer(name, f.integer("num_attention_heads"), f.integer("kv_lora_rank"), rope, **facts)
 
 
 def read_latent(f: Fields, root: str, per_layer: int = 1) -> list[Layer]:
@@ -71,6 +66,30 @@ def read_kimi(f: Fields, root: str) -> list[Layer]:
             )
         else:
             layers.append(latent(f, name))
+    return layers
+
+
+def read_bailing_hybrid(f: Fields, root: str) -> list[Layer]:
+    """Linear attention, every ``layer_group_size``-th layer latent.
+
+    Ling 3 (an architecture of that name, or a short convolution) keeps Kimi delta states instead of linear
+    ones, and attends in the layers behind the last whole group.
+    """
+    length, period = f.layer_count(), f.integer("layer_group_size", default=1)
+    delta = f.has("short_conv_kernel_size") or "V3" in str(f.get("architectures"))
+    count = f.integer("num_attention_heads")
+    size = f.optional("head_dim") or f.integer("hidden_size") // count
+    layers: list[Layer] = []
+    for i in range(length):
+        name = f"{root}.{i}.self_attn"
+        if (i + 1) % period == 0 or (delta and i >= length // period * period):
+            layers.append(latent(f, f"{name}.attn"))
+        elif delta:
+            kernel = f.integer("short_conv_kernel_size", default=4)
+            state = {"num_heads": count, "head_dim": size, "num_key_heads": count, "state_size": size}
+            layers.append(StateLayer(name, "kda", kernel, **state))
+        else:
+            layers.append(StateLayer(name, "linear", num_heads=count, head_dim=size, state_size=size))
     return layers
 
 

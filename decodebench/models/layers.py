@@ -8,15 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from decodebench.models.options import OptionError
+from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
+from decodebench.models.options import KV_CACHE_DTYPES, OptionError
 from decodebench.models.specs import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    cdiv,
 )
 
 
@@ -43,6 +47,10 @@ class Resolved:
     mamba_page_size: int | None = None
     #: the attention block grew beyond what was asked for
     block_size_grew: bool = False
+    #: the card whose kernels are assumed
+    device: str = DEFAULT_DEVICE
+    #: tokens of a block that latent kernels split larger blocks into; None where any multiple will do
+    latent_kernel_tokens: int | None = None
 
 
 def split(number: int, parts: int, what: str) -> int:
@@ -94,6 +102,8 @@ class AttentionLayer:
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     cross: bool = False
+    #: tokens that the layer's own kernels take at once, where they ask for it
+    kernel_tokens: int | None = None
 
     def query_heads(self, tp: int = 1) -> int:
         return split(self.num_heads, tp, "the query heads")
@@ -107,6 +117,7 @@ class AttentionLayer:
             "num_kv_heads": kv_heads,
             "head_size": self.head_size,
             "dtype": r.value_dtype,
+            "kernel_block_tokens": self.kernel_tokens,
             **packed_heads(r, kv_heads, self.head_size, head_size_v),
         }
         if self.cross:
@@ -138,62 +149,146 @@ class LatentLayer:
     sparse: bool = False
     #: has an indexer of its own
     indexer: bool = False
+    sliding_window: int | None = None
+    #: values of a row, where rows are padded beyond what they hold
+    row: int | None = None
 
     @property
     def head_size(self) -> int:
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.row or self.kv_lora_rank + self.qk_rope_head_dim
 
     def query_heads(self, tp: int = 1) -> int:
         return split(self.num_heads, tp, "the query heads")
 
     def spec(self, r: Resolved) -> KVCacheSpec:
         self.query_heads(r.tensor_parallel_size)
-        packed = PACKED_LATENT_BYTES.get(r.kv_cache_dtype)
-        if packed is None and packed_heads(r, 1, self.head_size, 0):
+        cache_dtype = r.kv_cache_dtype
+        if self.sparse and cache_dtype.startswith("fp8") and cache_dtype != "fp8_ds_mla":
+            cache_dtype = DEVICES[r.device].sparse_fp8 if cache_dtype != "fp8_e5m2" else cache_dtype
+        if cache_dtype.endswith("_ds_mla") and not self.sparse:
+            raise OptionError(
+                f"kv_cache_dtype = {cache_dtype!r}: only sparse latent attention packs its rows so, and layer "
+                f"{self.name} is dense: use auto or fp8"
+            )
+        packed = PACKED_LATENT_BYTES.get(cache_dtype)
+        if packed is None and packed_heads(replace(r, kv_cache_dtype=cache_dtype), 1, self.head_size, 0):
             raise OptionError(
                 f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): use "
                 "auto, fp8 or fp8_ds_mla"
             )
+        common = {
+            "block_size": r.block_size,
+            "num_kv_heads": 1,
+            "head_size": self.head_size,
+            "dtype": "uint8" if packed else KV_CACHE_DTYPES[cache_dtype] or r.dtype,
+            "packed": cache_dtype if packed else None,
+            "state_content_bytes": packed,
+        }
+        if self.sliding_window is not None:
+            return SlidingWindowMLASpec(**common, sliding_window=self.sliding_window)
         spec = MLAAttentionSpec(
-            block_size=r.block_size,
-            num_kv_heads=1,
-            head_size=self.head_size,
-            dtype=r.value_dtype,
-            packed=r.kv_cache_dtype if packed else None,
-            state_content_bytes=packed,
+            **common,
             is_index_group_leader=self.indexer,
-            kernel_block_tokens=None if self.sparse else r.kernel_block_size,
+            kernel_block_tokens=None if self.sparse else r.latent_kernel_tokens,
         )
         if not self.sparse:
             return spec
         # sparse kernels read flat rows: blocks must be whole rows apart, whole 64-token pages where quantized
-        if r.kv_cache_dtype in ("auto", "bfloat16", "float16"):
+        if cache_dtype in ("auto", "bfloat16", "float16"):
             return replace(spec, block_stride_alignment=spec.entry_bytes)
         return replace(spec, kernel_block_tokens=64)
 
 
 @dataclass(frozen=True)
 class IndexerLayer:
-    """The fp8 keys, with a float32 scale for every 128 values, by which sparse attention chooses tokens."""
+    """The keys by which sparse attention chooses what it reads, the same on every rank.
+
+    ``quantized``: fp8, with a float32 scale for every 128 values; otherwise in the model's dtype.
+    ``ratio`` tokens have one key. ``kernel_tokens``: tokens that the kernels take at once, where they ask.
+    """
 
     mixer: ClassVar[str] = "indexer"
     name: str
     num_heads: int
     head_dim: int
+    ratio: int = 1
+    quantized: bool = True
+    kernel_tokens: int | None = 64
+    role: str = "INDEXER"
+    #: tokens that a block which grows for a state must hold a multiple of
+    grain: int = 1
 
     def query_heads(self, tp: int = 1) -> int:
         return self.num_heads
 
     def spec(self, r: Resolved) -> KVCacheSpec:
-        content = self.head_dim + self.head_dim // 128 * 4
+        content = self.head_dim + self.head_dim // 128 * 4 if self.quantized else self.head_dim
         return MLAAttentionSpec(
             block_size=r.block_size,
             num_kv_heads=1,
             head_size=content,
-            dtype="uint8",
-            packed="fp8_indexer",
-            cache_role="INDEXER",
-            kernel_block_tokens=64,
+            dtype="uint8" if self.quantized else r.dtype,
+            packed="fp8_indexer" if self.quantized else None,
+            tokens_per_state=self.ratio,
+            cache_role=self.role,
+            kernel_block_tokens=self.kernel_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class RingLayer:
+    """What the tokens of a group that is still open left behind: one block a request, overwritten in turn.
+
+    ``ratio`` tokens make a group; speculative tokens need room for further groups, a power of two of
+    them where ``doubles``. ``slots`` vectors of ``width`` values a token.
+    """
+
+    mixer: ClassVar[str] = "ring"
+    name: str
+    ratio: int
+    width: int
+    slots: int = 1
+    doubles: bool = False
+    split_by_context: bool = True
+
+    def query_heads(self, tp: int = 1) -> int:
+        return 1
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        groups = cdiv(self.ratio + r.num_speculative_tokens, self.ratio)
+        if self.doubles:
+            groups = 1 << (groups - 1).bit_length()
+        return CircularBufferSpec(
+            block_size=self.ratio * groups,
+            num_kv_heads=self.slots,
+            head_size=self.width,
+            head_size_v=0,
+            dtype="bfloat16",
+            dcp_sharded=self.split_by_context,
+        )
+
+
+@dataclass(frozen=True)
+class ConvolutionWindowLayer:
+    """Inputs of short convolutions, kept as a window of as many tokens as the kernel is wide."""
+
+    mixer: ClassVar[str] = "convolution"
+    name: str
+    num_kv_heads: int
+    width: int
+    kernel: int
+
+    def query_heads(self, tp: int = 1) -> int:
+        return kv_heads_per_rank(self.num_kv_heads, tp, self.name)
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        return SlidingWindowSpec(
+            block_size=self.kernel,
+            num_kv_heads=self.query_heads(r.tensor_parallel_size),
+            head_size=self.width,
+            head_size_v=0,
+            dtype=r.dtype,
+            sliding_window=self.kernel,
         )
 
 
@@ -216,12 +311,18 @@ class StateLayer:
     state_size: int = 0
     num_groups: int = 0
     num_key_heads: int = 0
+    #: every rank holds the whole state
+    replicated: bool = False
+    #: kernels of some cards export the state at the last boundary of a prefill as well
+    exported: bool = False
 
     def query_heads(self, tp: int = 1) -> int:
         return split(self.num_heads, tp, "the state's heads")
 
     def per_rank(self, tp: int) -> StateLayer:
         """The same facts for one of ``tp`` ranks."""
+        if self.replicated:
+            return self
         groups = groups_for_shards(self.num_groups, tp) if self.mixer == "mamba2" else self.num_groups
         return replace(
             self,
@@ -235,7 +336,7 @@ class StateLayer:
         """Shapes of the state's tensors on one rank: convolution ``(tokens,
         channels)``, then the recurrent one.
         """
-        return STATE_SHAPES[self.mixer](self, tp, num_speculative_tokens)
+        return STATE_SHAPES[self.mixer](self, 1 if self.replicated else tp, num_speculative_tokens)
 
     def spec(self, r: Resolved) -> KVCacheSpec:
         shapes = self.shapes(r.tensor_parallel_size, r.num_speculative_tokens)
@@ -254,7 +355,10 @@ class StateLayer:
             mamba_cache_mode=r.mamba_cache_mode,
             num_speculative_blocks=r.num_speculative_tokens,
             # Mamba-2 kernels export the state at the last boundary of a prefill as well
-            num_prefill_checkpoint_blocks=1 if self.mixer == "mamba2" else 0,
+            num_prefill_checkpoint_blocks=int(
+                self.mixer == "mamba2" or (self.exported and DEVICES[r.device].exports_states)
+            ),
+            tp_replicated=self.replicated,
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from decodebench.models.families import FAMILIES, Family
 from decodebench.models.fields import ConfigError, Fields, read_config
-from decodebench.models.generic import GENERIC
+from decodebench.models.generic import GENERIC, unread_fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, model_length
 from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
@@ -54,7 +54,16 @@ def load_model(config: Model | str | Path | Mapping) -> Model:
     if isinstance(config, Mapping):
         return read_model(config, "config")
     values, name = read_config(config, DATA)
-    return read_model(values, name)
+    return read_model(values | modelopt_config(config, values), name)
+
+
+def modelopt_config(config: str | Path, values: Mapping) -> dict:
+    """The quantization that ModelOpt leaves in hf_quant_config.json beside a config without its own."""
+    path = Path(config).expanduser()
+    beside = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
+    if str(config) == "-" or not path.exists() or values.get("quantization_config") or not beside.is_file():
+        return {}
+    return {"quantization_config": read_config(beside, DATA)[0]}
 
 
 def read_model(config: Mapping, name: str) -> Model:
@@ -64,12 +73,18 @@ def read_model(config: Mapping, name: str) -> Model:
     model_type = f.get("model_type") or outer.get("model_type")
     if not isinstance(model_type, str):
         raise outer.missing("model_type")
+    if outer.values.get("model_type", model_type) in ENCODERS:
+        raise ConfigError(
+            f"{name}: model_type = {model_type!r} only encodes: an engine keeps no cache for it, there is "
+            "nothing to plan"
+        )
     family = FAMILIES.get(TEXT_TYPES.get(model_type, model_type)) or FAMILIES.get(f"{model_type}_text")
     generic = family is None
     family = family or GENERIC
     f = f.with_defaults(family.defaults)
     try:
-        found = family.read(f, prefix + family.root, **family.arguments)
+        root = TEXT_ROOTS.get(str(outer.values.get("model_type")), prefix + family.root)
+        found = family.read(f, root, **family.arguments)
     except ConfigError as error:
         if not generic:
             raise
@@ -95,6 +110,8 @@ def read_model(config: Mapping, name: str) -> Model:
         if family.kv_cache_dtype != "auto"
         else checkpoint_kv_dtype(outer),
         memory_order=family.memory_order,
+        attention_free=family.attention_free,
+        unread_fields=unread_fields(f) if generic else (),
         config=config,
         fields_used=tuple(sorted(f.used)),
         **lengths,
@@ -118,6 +135,8 @@ TEXT_TYPES = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
     "mistral3": "mistral",
+    "diffusion_gemma_text": "gemma4_text",
+    "qwen3_5_omni_text": "qwen3_5_text",
 }
 #: multimodal model type → path of its language model; "language_model." where it has a text config
 TEXT_PREFIXES = {
@@ -128,6 +147,28 @@ TEXT_PREFIXES = {
     "minicpmv": "llm.",
     "qwen2_vl": "language_model.",
     "qwen2_5_vl": "language_model.",
+    "inkling_mm_model": "",
+    "muse_glimmer": "",
+    "diffusion_gemma": "",
+}
+#: multimodal model type → path of its decoder layers, where it is not the language model's own
+TEXT_ROOTS = {
+    "clip": "text_model.encoder.layers",
+    "idefics3": "model.text_model.layers",
+    "smolvlm": "model.text_model.layers",
+}
+#: model types that encode only: an engine keeps no cache for them
+ENCODERS = {
+    "bert",
+    "colmodernvbert",
+    "embedding_gemma2",
+    "gte",
+    "modernbert",
+    "nomic_bert",
+    "openai_privacy_filter",
+    "roberta",
+    "siglip",
+    "xlm-roberta",
 }
 
 
@@ -148,10 +189,10 @@ def text_config(outer: Fields) -> tuple[Fields, str]:
 
 
 def kernel_block_size(family: Family, layers: list[Layer]) -> int:
-    """Tokens that the attention kernels take at once: 64 where attention is latent."""
-    if any(isinstance(layer, LatentLayer) for layer in layers):
+    """Tokens that the attention kernels take at once where the card does not say: 64 for sparse latents."""
+    if any(isinstance(layer, LatentLayer) and layer.sparse for layer in layers):
         return max(64, family.kernel_block_size)
-    return family.kernel_block_size if family.kernel_block_size != 64 else 16
+    return family.kernel_block_size
 
 
 def state_dtype(f: Fields, field: str, default: str) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import lcm
 
+from decodebench.models.devices import DEVICES
 from decodebench.models.fields import ConfigError, Fields
-from decodebench.models.layers import AttentionLayer, LatentLayer, Layer, Resolved, StateLayer
+from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.options import KV_CACHE_DTYPES, CacheOptions, OptionError
 from decodebench.models.specs import AttentionSpec, KVCacheSpec, cdiv
 
-#: tokens a block where neither the user nor the kernels ask for another number
-DEFAULT_BLOCK_SIZE = 16
+#: tokens that TurboQuant's and UltraQuant's kernels take at once
+QUANT_KERNEL_TOKENS = 32
 #: length assumed where a config gives none
 DEFAULT_MAX_MODEL_LEN = 2048
 #: latent attention beside states: decode kernels want blocks of whole 128 tokens
@@ -51,6 +53,10 @@ class Model:
     #: KV cache dtype that the checkpoint asks for
     kv_cache_dtype: str = "auto"
     memory_order: str = "LBNHC"
+    #: states alone: an engine reuses no prefixes unless it is told to
+    attention_free: bool = False
+    #: fields that were not read and whose names speak of a cache; only a generic reading has any
+    unread_fields: tuple[str, ...] = ()
     #: the parsed config.json that it was read from
     config: Mapping = field(default_factory=dict, repr=False, compare=False)
     #: the config.json's fields that shaped the layers
@@ -61,6 +67,17 @@ class Model:
         """name → the layer's facts, those of shared layers included."""
         own = {layer.name: layer for layer in self.layers}
         return own | {name: replace(own[target], name=name) for name, target in self.shared_layers.items()}
+
+    @property
+    def reading(self) -> str | None:
+        """What an unknown family's layers rest on, in one sentence; None where a reader knows the family."""
+        if not self.generic:
+            return None
+        unread = ", ".join(self.unread_fields)
+        return (
+            f"no reader knows model_type {self.model_type!r}: read generically, by the names of its fields alone"
+            + (f"; not read, though they may change the cache: {unread}" if unread else "")
+        )
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -106,8 +123,9 @@ class Model:
         kv_cache_dtype = self.kv_cache_dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
         if self.kv_cache_dtype == "fp8_ds_mla" and kv_cache_dtype.startswith("fp8"):
             kv_cache_dtype = "fp8_ds_mla"
-        kernel = options.kernel_block_size or self.kernel_block_size
-        block = DEFAULT_BLOCK_SIZE if DEFAULT_BLOCK_SIZE % kernel == 0 else kernel
+        device = DEVICES[options.device]
+        kernel, latent_kernel = self._kernels(options, kv_cache_dtype)
+        block = device.block_size if device.block_size % kernel == 0 else kernel
         resolved = Resolved(
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
@@ -122,15 +140,35 @@ class Model:
             max_num_batched_tokens=options.max_num_batched_tokens,
             tensor_parallel_size=options.tensor_parallel_size,
             num_speculative_tokens=options.num_speculative_tokens,
+            device=options.device,
+            latent_kernel_tokens=latent_kernel,
         )
         if not self.has_states:
             return resolved
-        mode = "align" if options.enable_prefix_caching else "none"
+        caching = options.enable_prefix_caching
+        if caching is None:
+            caching = not self.attention_free
+        mode = "align" if caching else "none"
         resolved = replace(resolved, mamba_cache_mode=mode)
         if aligned:
             resolved = self._align(resolved)
         length = resolved.max_model_len if mode == "none" else resolved.block_size
         return replace(resolved, mamba_block_size=length)
+
+    def _kernels(self, options: CacheOptions, kv_cache_dtype: str) -> tuple[int, int | None]:
+        """Tokens that the attention kernels take at once, and what latent kernels split larger blocks into."""
+        if options.kernel_block_size is not None:
+            return options.kernel_block_size, options.kernel_block_size
+        if kv_cache_dtype.startswith(("turboquant_", "ultraquant_")):
+            return QUANT_KERNEL_TOKENS, None
+        device = DEVICES[options.device]
+        latent = [layer for layer in self.layers if isinstance(layer, LatentLayer)]
+        if not latent or any(layer.sparse for layer in latent):
+            return (
+                self.kernel_block_size if latent else max(self.kernel_block_size, device.attention_tokens)
+            ), (self.kernel_block_size)
+        kernel = device.latent_fp8 if kv_cache_dtype.startswith("fp8") else device.latent
+        return max(kernel.tokens, self.kernel_block_size), kernel.tokens if kernel.fixed else None
 
     def _align(self, r: Resolved) -> Resolved:
         """Grow the attention block until its page holds a state, then pad the state's page to it."""
@@ -153,7 +191,8 @@ class Model:
         if isinstance(attention, LatentLayer):
             grain = max(grain, LATENT_GRAIN)
         block = grain * cdiv(state_page, grain * token_bytes)
-        block = r.kernel_block_size * cdiv(block, r.kernel_block_size)
+        kernels = lcm(r.kernel_block_size, *(x.grain for x in self.layers if isinstance(x, IndexerLayer)))
+        block = kernels * cdiv(block, kernels)
         grew = block > r.block_size
         page = max(block, r.block_size) * token_bytes
         return replace(
@@ -300,7 +339,8 @@ def checkpoint_kv_dtype(f: Fields) -> str:
         return "auto"
     scheme = quant.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        return {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits"), "auto")
+        # compressed-tensors knows fp8 caches alone: 4 bits there are not nvfp4
+        return "fp8" if scheme.get("num_bits") == 8 else "auto"
     inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
     algorithm = str(inner.get("kv_cache_quant_algo") or "").lower()
     return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(algorithm, "auto")

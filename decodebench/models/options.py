@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from decodebench.errors import DecodebenchError
+from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.fields import MAX_LAYERS
 
 #: --kv-cache-dtype → dtype of the values (None: the model's own); packed formats hold no plain values
@@ -33,7 +34,7 @@ class OptionError(DecodebenchError):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """An engine's options, by vLLM's names; the defaults are those of a CUDA engine."""
+    """An engine's options, by vLLM's names; the defaults are those of an API server on ``device``."""
 
     #: tokens a block; with state layers it is the grain in which the block grows
     block_size: int | None = None
@@ -43,10 +44,11 @@ class CacheOptions:
     decode_context_parallel_size: int = 1
     #: longest request: a number, None for the config's own, "auto" for what fits the memory
     max_model_len: int | str | None = None
-    max_num_batched_tokens: int = 8192
+    #: tokens scheduled in one step; None: the card's default
+    max_num_batched_tokens: int | None = None
     async_scheduling: bool = True
-    #: states are kept at block boundaries, so that prefixes can be reused
-    enable_prefix_caching: bool = True
+    #: states are kept at block boundaries, so that prefixes can be reused; None: on where there is attention
+    enable_prefix_caching: bool | None = None
     hybrid_kv_cache_manager: bool = True
     #: dimensions from the outermost in: L(ayers), B(locks), N (tokens), H(eads), C(ontent); None: vLLM's
     #: choice
@@ -60,8 +62,14 @@ class CacheOptions:
     num_speculative_tokens: int = 0
     #: layers of a draft model that are shaped like the model's own full attention
     draft_layers: int = 0
+    #: the card whose kernels and defaults are assumed
+    device: str = DEFAULT_DEVICE
 
     def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise OptionError(f"device = {self.device!r}: known are {', '.join(DEVICES)}")
+        if self.max_num_batched_tokens is None:
+            object.__setattr__(self, "max_num_batched_tokens", DEVICES[self.device].batched_tokens)
         for name, least in (
             ("block_size", 1),
             ("tensor_parallel_size", 1),

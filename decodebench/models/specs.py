@@ -230,6 +230,22 @@ class KVCacheSpec:
         """
         return _blocks_of(self.num_skipped_tokens(num_tokens - 1), num_tokens - 1, tokens_per_block)
 
+    def blocks_for_later_hits(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        """Held positions that the next step does not read, but a prefix hit on the same tokens would."""
+        return range(0)
+
+    def blocks_after_full_hit(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        """``required_blocks`` of a request whose prefix hit brought every token but the last."""
+        return self.required_blocks(num_tokens, tokens_per_block, table_length)
+
+    def held_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        """Block-table positions that hold something of the tokens ``[0, num_tokens - 1)``.
+
+        What a fill writes where no prefix hit brought it and the table holds a block: at least
+        what the next step reads.
+        """
+        return _blocks_of(0, num_tokens - 1, tokens_per_block)
+
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         """Blocks the engine reserves for one request of ``max_model_len`` tokens."""
         return cdiv(max_model_len, self.block_size * (dcp if self.dcp_sharded else 1))
@@ -527,6 +543,8 @@ class CrossAttentionSpec(AttentionSpec):
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         return range(table_length)
 
+    held_blocks = required_blocks
+
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         return cdiv(self.max_encoder_tokens, self.block_size)
 
@@ -556,6 +574,8 @@ class CircularBufferSpec(AttentionSpec):
 
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         return range(min(1, table_length))
+
+    held_blocks = required_blocks
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         return 1
@@ -616,7 +636,10 @@ class MambaSpec(KVCacheSpec):
 
     One page holds ``shapes[i]`` of ``dtypes[i]`` one after another. ``mamba_cache_mode``:
     ``none`` keeps one state a request (its block spans the maximum length), ``align`` keeps
-    states at block boundaries too, for prefix caching.
+    states at block boundaries too, for prefix caching. There the running state lies in the block
+    of the last token to compute, with the speculative blocks behind it; where that token opens a
+    block, the engine copies the state of the block before into it ahead of the step (vLLM's
+    ``preprocess_mamba``), and the step reads and updates the copy.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -628,6 +651,8 @@ class MambaSpec(KVCacheSpec):
     mamba_cache_mode: str = "none"
     num_speculative_blocks: int = 0
     num_prefill_checkpoint_blocks: int = 0
+    #: every rank of a tensor parallel group holds the whole state
+    tp_replicated: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shapes) != len(self.dtypes):
@@ -664,10 +689,34 @@ class MambaSpec(KVCacheSpec):
             and other.num_speculative_blocks == self.num_speculative_blocks
             and other.num_prefill_checkpoint_blocks == self.num_prefill_checkpoint_blocks
             and other.page_size_bytes == self.page_size_bytes
+            and other.tp_replicated == self.tp_replicated
         )
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return max(0, num_computed - 1)
+
+    def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        before = super().required_blocks(num_tokens, tokens_per_block, table_length)
+        if self.mamba_cache_mode != "align" or not before:
+            return before
+        # tokens drafted for this step lengthen the table, and the running state moves on with them
+        running = table_length - 1 - self.num_speculative_blocks
+        running = max(running, (num_tokens - 1) // tokens_per_block)
+        return range(running, running + 1)
+
+    def held_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        """The state after the last token stood in for, which later prefix hits read, to the running one."""
+        before = super().required_blocks(num_tokens, tokens_per_block, table_length)
+        running = self.required_blocks(num_tokens, tokens_per_block, table_length)
+        return range(before.start, running.stop) if before else before
+
+    def blocks_for_later_hits(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        """The state that the running one was copied from."""
+        return self.held_blocks(num_tokens, tokens_per_block, table_length)[:-1]
+
+    def blocks_after_full_hit(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        """The state that the hit brought: the engine copies it to where the step reads."""
+        return self.held_blocks(num_tokens, tokens_per_block, table_length)[:1]
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
         if self.mamba_cache_mode == "align":

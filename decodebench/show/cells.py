@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
+from pkgutil import resolve_name
 
 from decodebench.measure.provenance import provenance as measured_on
 from decodebench.show.look import BLUE, GREEN, VERMILLION
@@ -64,12 +65,11 @@ def table(frame, name: str, caption: str = "", formats: Mapping[str, str] | None
 
 
 def default_device(asked: str = "auto") -> str:
-    """``cuda`` where there is one, else ``cpu``; any other device as asked for."""
-    if asked != "auto":
-        return asked
-    import torch
+    """``cuda`` where there is one, else ``cpu``; any other device as asked for.
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    Raises ``CardUnusable`` where there is a card that torch cannot use.
+    """
+    return resolve_name("decodebench.measure.card:default_device")(asked)
 
 
 def _heading(column: str) -> str:
@@ -125,7 +125,7 @@ class Provenance:
 def provenance(stored=None, **settings) -> Provenance:
     """Show what made the figures: this machine and ``settings``, or what a ``stored`` sweep was made with."""
     if stored is None:
-        return Provenance(measured_on(settings))
+        return Provenance(measured_on(settings, device=str(settings.get("device") or "cpu")))
     runs = stored.attrs.get("provenance", stored) if hasattr(stored, "attrs") else stored
     newest = dict(runs[-1]) if isinstance(runs, list) else dict(runs)
     return Provenance({k: v for k, v in newest.items() if k != "run"})

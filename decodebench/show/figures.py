@@ -535,3 +535,119 @@ def engine_steps(latency):
             | {"steps": len(decode)}
         )
     return pd.DataFrame(rows)
+
+
+# -- floors and published figures --------------------------------------------------------------------
+
+
+def floor_by_context(table, title: str, subtitle: str = "") -> Chart:
+    """The floor of a step against the length of its requests, a line a model; both axes logarithmic."""
+    return lines(
+        table.assign(floor_ms=1e3 * table["floor_s"]),
+        "context",
+        "floor_ms",
+        "model",
+        name="floor-by-context",
+        title=title,
+        subtitle=subtitle,
+        x_label="tokens of each request",
+        y_label="floor of a step (ms)",
+        log_y=True,
+    )
+
+
+def floor_parts(table, title: str, subtitle: str = "") -> Chart:
+    """What a step's floor is made of, a stacked bar a case."""
+    kinds = {
+        "weights_ms": "weights",
+        "experts_ms": "routed experts",
+        "cache_ms": "cache",
+        "messages_ms": "messages",
+    }
+    return bars(
+        table,
+        "case",
+        {column: label for column, label in kinds.items() if (table[column] > 0).any()},
+        name="floor-parts",
+        title=title,
+        subtitle=subtitle,
+        x_label="least time of the parts, one after another (ms)",
+        stacked=True,
+    )
+
+
+@styled
+def times_floor(table, title: str, subtitle: str = "") -> Chart:
+    """Measured over floor of published figures: a row a model, a dot a figure, a stroke at the median."""
+    order = table.groupby("model")["times"].median().sort_values().index.tolist()
+    figure, axes = chart("times-floor", title, subtitle=subtitle, size=(8.2, 1.5 + 0.34 * len(order)))
+    for i, (kind, label) in enumerate(
+        (("serving", "serving: prompts in the same steps"), ("decode only", "decode alone"))
+    ):
+        part = table[table["kind"] == kind]
+        rows = [
+            order.index(model) + 0.3 * (((7 * n) % 11) / 10 - 0.5) for n, model in enumerate(part["model"])
+        ]
+        axes.scatter(
+            part["times"], rows, s=9, alpha=0.45, color=PALETTE[i], linewidths=0, label=label, zorder=2 + i
+        )
+    medians = [float(table[table["model"] == model]["times"].median()) for model in order]
+    axes.scatter(
+        medians, range(len(order)), marker="|", s=220, color=INK, linewidths=2, label="median", zorder=5
+    )
+    axes.axvline(1, color=VERMILLION, linewidth=1.5, label="the floor: nothing is faster")
+    axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 3, 5, 10, 20], ["0.5", "1", "2", "3", "5", "10", "20"])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(order)), order)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("measured time of an output token, times its floor")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    said = "; ".join(f"{model} {median:.1f}" for model, median in zip(order, medians))
+    below = int((table["times"] < 1).sum())
+    figure.alt = (
+        f"{title}. A dot a published figure by model, {len(table)} in all, {below} below 1. Medians: {said}."
+    )
+    return figure
+
+
+@styled
+def held_out(table, title: str, subtitle: str = "") -> Chart:
+    """Estimates of figures that were held out against what was measured, a panel a way of holding out."""
+    ways = list(dict.fromkeys(table["held_out"]))
+    figure, panels = chart(
+        "held-out", title, columns=len(ways), subtitle=subtitle, size=(8.2, 4.6), squeeze=False
+    )
+    said = []
+    low, high = 1e3 * table["measured_s"].min(), 1e3 * table["measured_s"].max()
+    for axes, way in zip(panels[0], ways):
+        part = table[table["held_out"] == way]
+        for i, (engine, dots) in enumerate(part.groupby("engine")):
+            axes.scatter(
+                1e3 * dots["measured_s"],
+                1e3 * dots["predicted_s"],
+                s=8,
+                alpha=0.45,
+                linewidths=0,
+                color=PALETTE[i],
+                label=engine,
+            )
+        axes.plot([low, high], [low, high], color=INK, linewidth=1)
+        axes.fill_between(
+            [low, high], [low / 1.3, high / 1.3], [1.3 * low, 1.3 * high], color=MUTED, alpha=0.12, lw=0
+        )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        ticks = [value for value in (1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= value <= high]
+        axes.set_xticks(ticks, list(map(str, ticks)))
+        axes.set_yticks(ticks, list(map(str, ticks)))
+        axes.minorticks_off()
+        error = (part["predicted_s"] / part["measured_s"] - 1).abs()
+        axes.set_title(f"its {way} held out")
+        axes.set_xlabel("measured (ms an output token)")
+        middle, most = share_text(error.median()), share_text(error.quantile(0.9))
+        said.append(f"{way} held out: median error {middle}, nine in ten within {most}")
+    panels[0][0].set_ylabel("estimated (ms)")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=3, markerscale=2)
+    figure.alt = f"{title}. Estimated against measured milliseconds an output token. " + "; ".join(said) + "."
+    return figure

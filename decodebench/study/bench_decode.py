@@ -174,10 +174,17 @@ def _short(dtype: str) -> str:
     return dtype.replace("float", "fp").replace("bfp", "bf")
 
 
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _reference_seconds(cache: Cache, batch: Batch, layer: str) -> float:
     step = prepare_step(cache, batch, "reference", layers=[layer])
+    _wait(cache.device)
     start = time.perf_counter()
     step()
+    _wait(cache.device)  # a GPU's work is only queued when the call returns
     seconds = time.perf_counter() - start
     step.restore()
     return seconds

@@ -90,13 +90,14 @@ def attention(block_size: int = 16, **changes: Any) -> FullAttentionSpec:
     return replace(plain, **changes)
 
 
-def state(block_size: int = 16) -> MambaSpec:
+def state(block_size: int = 16, **changes) -> MambaSpec:
     """A state of two parts with dtypes of their own, in a page of 2,048 bytes of which 1,232 are used."""
     return MambaSpec(
         block_size=block_size,
         shapes=((3, 24), (8, 34)),
         dtypes=("bfloat16", "float32"),
         page_size_padded=2048,
+        **changes,
     )
 
 
@@ -304,6 +305,12 @@ def _cases() -> tuple[SmallCase, ...]:
         SmallCase("A15", "4 requests share 3 blocks in one step", "the connector's counters", shared_rows),
         SmallCase("A16", "filled at startup, then zeroed on allocation", reading, zeroed_by_the_engine),
         SmallCase("A17", "the fill is left for the first step", "the connector's counters", inside_the_step),
+        SmallCase(
+            "A18",
+            "17 tokens, states kept at boundaries of 16, blocks [2, 3]",
+            reading,
+            filled(one_request(layout_of([state(mamba_cache_mode="align")]), 17, (2, 3))),
+        ),
     )
 
 

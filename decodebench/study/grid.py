@@ -60,7 +60,7 @@ class Case:
     enable_prefix_caching: bool = True
     #: longest request the layout must hold; null: the config's; "auto": what fits
     max_model_len: int | str | None = None
-    #: a historic defect of the connector (A1 … A17), or null for the connector as it should be
+    #: a historic defect of the connector (A1 … A18), or null for the connector as it should be
     fault: str | None = None
     #: what is written: "constant", "normal", "zeros", or "unfilled" to leave the cache as allocated
     values: str = "normal"

@@ -96,6 +96,7 @@ def layout_stage(case: Case, made: dict) -> dict:
     longest = layout.capacity(max(contexts))
     waste = layout.waste(max(contexts)).shares()
     return {
+        "reading": layout.model.reading if layout.model else None,
         "groups": len(layout.groups),
         "layers": len(layout.layer_names),
         "group_block_sizes": ",".join(map(str, sizes)),

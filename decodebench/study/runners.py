@@ -9,6 +9,11 @@ from pkgutil import resolve_name
 from decodebench.errors import DecodebenchError
 from decodebench.study.grid import MEASURES, Case
 
+
+class DeviceBroken(DecodebenchError):
+    """A device that no later case of this process can use: names the case that it broke in."""
+
+
 #: measure → the stage that adds its columns, loaded when a case first asks for it: layouts need no torch
 STAGES = {
     "layout": "decodebench.study.plans:layout_stage",
@@ -29,6 +34,14 @@ def evaluate(case: Case) -> dict:
     except DecodebenchError as error:
         row |= {"status": "refused", "reason": _one_line(error)}
     except Exception as error:  # out of memory, a backend's own error: the sweep goes on
+        if case.device.startswith("cuda") and resolve_name("decodebench.measure.card:broke")(
+            error, case.device
+        ):
+            raise DeviceBroken(
+                f"{case.device} broke in the case {case.model} {case.context} × {case.batch}, backend "
+                f"{case.backend or 'default'}: {_one_line(error)}. Neither it nor anything behind it was stored: "
+                "start the same sweep again to go on, without this case if it breaks there again"
+            ) from error
         row |= {"status": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
     return row | {"seconds": time.perf_counter() - start}
 

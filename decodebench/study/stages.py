@@ -13,6 +13,7 @@ from decodebench.coverage.from_bytes import audit
 from decodebench.coverage.from_plan import plan_audit
 from decodebench.layout.pool import Batch
 from decodebench.layout.shrink import blocks_named, shrink
+from decodebench.measure.bandwidth import bandwidth
 from decodebench.measure.latency import measure_decode
 from decodebench.study.grid import Case
 from decodebench.study.plans import batch_of, shape_of
@@ -58,6 +59,8 @@ def audit_stage(case: Case, made: dict) -> dict:
     if case.layers_per_group:
         layout = shrink(layout, layers=case.layers_per_group)
     batch = made["batch"] = Batch(layout, batch.requests)
+    if case.measure == "decode" and case.device.startswith("cuda"):
+        bandwidth(case.device)  # kept for the process; a full card has no room to measure it
     cache = made["cache"] = allocate(layout, case.device)
     if case.values == "unfilled":
         return {}

@@ -61,9 +61,9 @@ def run(
 
 
 def _provenance(grid, wanted: Sequence[Case]) -> dict:
-    devices = {case.device for case in wanted if case.measure == "decode"}
+    used = {case.device for case in wanted if case.measure in ("audit", "decode")}
     settings = {"grid": Path(grid).name if isinstance(grid, str | Path) else grid, "cases": len(wanted)}
-    return provenance(settings, device=devices.pop() if len(devices) == 1 else "cpu")
+    return provenance(settings, device=sorted(used) or "cpu")
 
 
 def _rows(pending: Mapping[str, Case], progress: bool | None, done: int = 0):

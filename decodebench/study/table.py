@@ -87,6 +87,7 @@ COLUMNS: dict[str, Column] = {
     "seconds": Column("Float64", "s", "wall time of the whole case"),
     "run": Column("Int64", "", "which run of the folder's provenance made the row"),
     # layout
+    "reading": Column("string", "", "how an unknown family was read; empty where a reader knows it"),
     "groups": Column("Int64", "", "KV cache groups"),
     "layers": Column("Int64", "", "layers with a cache"),
     "group_block_sizes": Column("string", "tokens", "block size of each group, in order"),

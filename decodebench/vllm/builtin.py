@@ -19,8 +19,9 @@ from decodebench.cache.values import Constant
 from decodebench.layout.pool import RequestBlocks
 from decodebench.vllm.connector import rank
 from decodebench.vllm.launch import request_amx
-from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
 from decodebench.vllm.options import Options
+from decodebench.vllm.step_audit import StepAuditor
+from decodebench.vllm.tables import LiveTables, tables_of
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 
 
@@ -53,7 +54,9 @@ class AuditedBuiltinConnector(DecodeBenchConnector):
                 audit_file=extra.get("audit_file"),
             )
             values = Constant(options.mean)
-            self._auditor = StepAuditor.for_engine(self.layout, values, options, vllm_config, rank())
+            self._auditor = StepAuditor.for_engine(
+                self.layout, values, options, vllm_config, rank(), self._kept
+            )
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -82,7 +85,7 @@ class AuditedBuiltinConnector(DecodeBenchConnector):
         tables = (tables_of(requests, self._kept) for requests in (bound.admitted, bound.running))
         meta = AuditedMetadata(bound.reqs_to_fill, *tables)
         if meta.admitted:
-            self._auditor.before_fill(meta)
+            self._auditor.before_fill(meta, forward_context, kwargs.get("attn_metadata"))
         super().start_load_kv(forward_context, **kwargs)
         if meta.admitted:
             self._auditor.after_fill(meta, None)

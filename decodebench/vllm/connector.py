@@ -17,12 +17,14 @@ from vllm.distributed.parallel_state import get_world_group, model_parallel_is_i
 from vllm.logger import init_logger
 
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
+from decodebench.errors import DecodebenchError
 from decodebench.layout.pool import RequestBlocks
 from decodebench.vllm.compat import check_version
 from decodebench.vllm.launch import request_amx
-from decodebench.vllm.live import LiveTables, StepAuditor, tables_of
 from decodebench.vllm.options import Options, parse
 from decodebench.vllm.stats import DecodeBenchStats
+from decodebench.vllm.step_audit import StepAuditor
+from decodebench.vllm.tables import LiveTables, tables_of
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
 
 logger = init_logger(__name__)
@@ -44,6 +46,10 @@ class StepMetadata(KVConnectorMetadata):
         return StepMetadata(ConnectorMetadata(tuple(fills)), admitted, running, self.counters)
 
 
+class RequestRefused(DecodebenchError):
+    """A request for something that only a prompt which is computed can give."""
+
+
 class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     """Stands in for a prefill: fills each group's rows before a request's first decode step."""
 
@@ -57,7 +63,8 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         self._auditor: StepAuditor | None = None
         self._stats = DecodeBenchStats()
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = ConnectorScheduler(self.layout, startup_fill=self.options.startup_fill)
+            startup, values = self.options.startup_fill, self.options.values
+            self.scheduler = ConnectorScheduler(self.layout, startup_fill=startup, values=values)
             self._preemptions: dict[str, int] = {}
             self._tables = LiveTables()
         else:
@@ -66,7 +73,9 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
             values = self.options.values
             self.worker = ConnectorWorker(self.layout, values, startup_fill=self.options.startup_fill)
             if self.options.audit != "off":
-                self._auditor = StepAuditor.for_engine(self.layout, values, self.options, vllm_config, rank())
+                self._auditor = StepAuditor.for_engine(
+                    self.layout, values, self.options, vllm_config, rank(), self._kept
+                )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -80,6 +89,11 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+        if getattr(request.sampling_params, "prompt_logprobs", None) is not None:
+            raise RequestRefused(
+                f"request {request.request_id!r} asks for prompt_logprobs, but a prompt that is stood in for is "
+                "never computed and has none: send it without them, or to an engine without this connector"
+            )
         # a preempted request lost its blocks, however much of them the prefix cache gives back
         if request.num_preemptions > self._preemptions.setdefault(request.request_id, 0):
             self._preemptions[request.request_id] = request.num_preemptions
@@ -125,9 +139,11 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context, **kwargs: Any) -> None:
         meta = self._get_connector_metadata().of_groups(self._kept)
         if not meta.fill.requests:
+            if self._auditor is not None:
+                self._auditor.later_step(forward_context, kwargs.get("attn_metadata"))
             return
         if self._auditor is not None:
-            self._auditor.before_fill(meta)
+            self._auditor.before_fill(meta, forward_context, kwargs.get("attn_metadata"))
         report = self.worker.start_load_kv(meta.fill)
         self._stats.record_fill(report, len(meta.fill.requests))
         if self._auditor is not None:

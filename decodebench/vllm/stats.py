@@ -56,8 +56,9 @@ class DecodeBenchStats(KVConnectorStats):
             )
         )
 
-    def record_audit(self, records: list[dict]) -> None:
-        covered = sum(r["filled"] + r["zeroed"] for r in records)
-        required = sum(r["required"] for r in records)
-        faults = sum(r["wrong"] + r["uncovered"] + r["stray"] + r["clobbered"] for r in records)
-        self.aggregate(DecodeBenchStats(data={"required": required, "covered": covered, "faults": faults}))
+    def record_audit(self, audit) -> None:
+        """``audit``: one step's ``coverage.Audit``; what it could not see or reconcile counts as a fault."""
+        faults = sum(finding.pages(audit.layout) for finding in audit.findings)
+        faults += len(audit.disagreements) + len(audit.unseen)
+        data = {"required": audit.required, "covered": audit.covered, "faults": faults}
+        self.aggregate(DecodeBenchStats(data=data))

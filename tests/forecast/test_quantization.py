@@ -1,8 +1,12 @@
 """Bits a weight: what the quantization_config of checkpoints says, by role."""
 
+import json
+
 import pytest
 
+from decodebench.forecast.bound import bound
 from decodebench.forecast.quantization import QuantizationError, formats
+from decodebench.models.load import load_model
 
 
 def bits(config, scheme="auto"):
@@ -87,3 +91,40 @@ def test_a_scheme_by_name_and_by_role():
 def test_an_unknown_method_is_refused_with_what_is_known():
     with pytest.raises(QuantizationError, match=r"'hqq9'.*quantization="):
         formats({"quantization_config": {"quant_method": "hqq9"}}, "bfloat16")
+
+
+def test_a_file_beside_the_config_is_read(tmp_path):
+    """ModelOpt's checkpoints keep their formats in hf_quant_config.json; config.json's own word goes first."""
+    config = load_model("tiny-llama").config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = bound(tmp_path, "h100").weight_bytes
+    beside = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert bound(path, "h100").weight_bytes < 0.5 * plain
+    assert bound(tmp_path, "h100", quantization=None).weight_bytes == plain
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    with pytest.raises(QuantizationError, match="hf_quant_config.json: not JSON"):
+        bound(tmp_path, "h100")
+
+
+@pytest.mark.parametrize(
+    ("quant", "says"),
+    [
+        ({"quant_method": "awq", "bits": "four"}, "bits = 'four'"),
+        ({"quant_method": "gptq", "group_size": "none"}, "group_size = 'none'"),
+        ({"quant_method": "gptq", "bits": 99}, "99 bits"),
+        ({"quant_method": "fp8", "ignored_layers": 5}, "ignored_layers = 5"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "no config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "q"}}}},
+            "num_bits = 'q'",
+        ),
+    ],
+)
+def test_a_malformed_config_is_refused_by_its_field(quant, says):
+    with pytest.raises(QuantizationError, match=says):
+        formats({"quantization_config": quant}, "bfloat16")

@@ -28,8 +28,6 @@ OTHERWISE = (
 def test_the_total_is_what_vllm_holds(name):
     """Rows that only pad a vocabulary to a multiple of 64 are named apart."""
     line = GOLDEN[name]
-    if line["parameters"] is None:
-        pytest.skip("vLLM's CPU build cannot build this family; transformers counts it below")
     assert sum(parameters(line["config"]).values()) == line["parameters"] - line["padding"]
 
 
@@ -110,3 +108,16 @@ def test_tensor_parallel_ranks_repeat_what_they_cannot_divide():
     assert kv.per_rank(16) == kv.params / 8, "eight KV heads on sixteen ranks: each lies twice"
     norm = next(p for p in weights("llama-3.1-8b") if p.role == "norm")
     assert norm.per_rank(8) == norm.params
+
+
+@pytest.mark.parametrize("value", ["many", [], {}, 0, -1, 2.5, True, None])
+@pytest.mark.parametrize(
+    "field", ["vocab_size", "intermediate_size", "n_routed_experts", "moe_intermediate_size", "q_lora_rank"]
+)
+def test_a_bad_size_is_refused_or_read_but_never_a_crash(field, value):
+    """In one line that names the field; zero and null say of some that there is none."""
+    config = load_model("deepseek-v3").config | {field: value}
+    try:
+        assert sum(parameters(config).values()) > 0
+    except ConfigError as error:
+        assert "\n" not in str(error)

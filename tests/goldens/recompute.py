@@ -1,17 +1,15 @@
-"""All golden layouts again, computed by the vLLM that is installed here.
+"""The stored layouts against the vLLM that is installed here.
 
-    python tests/goldens/recompute.py            # writes tests/goldens/vllm-<release>/
-    python tests/goldens/recompute.py --check    # compares with what is stored, writes nothing
+    python tests/goldens/recompute.py
 
 Layers come from decodebench's reading of each stored config, as vLLM specs; everything after that is
 vLLM's own code: grouping, page alignment, placement, capacity, the length that fits where the one asked
-for does not. A release whose numbers are those of an earlier one stores only its name. No GPU is needed.
+for does not. Prints a line for every case whose numbers are other ones. No GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import sys
@@ -26,7 +24,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from decodebench.vllm.start import FORWARD, prepare_process  # noqa: E402
+from decodebench.vllm.launch import FORWARD, prepare_process  # noqa: E402
 
 prepare_process()
 
@@ -41,16 +39,14 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum  # noq
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
 
-from decodebench import listing  # noqa: E402
-from decodebench.layout import Prepared, prepare  # noqa: E402
+from decodebench.layout import dump  # noqa: E402
+from decodebench.layout.plan import prepare  # noqa: E402
+from decodebench.models.specs import AttentionSpec, KVCacheSpec, MambaSpec  # noqa: E402
 
 try:  # 0.33 moved the planning to a module of its own
     from vllm.v1.core import kv_cache_planning as planning
 except ImportError:
     planning = kv_cache_utils
-
-RELEASE = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
-
 
 # -- our specs in vLLM's words -------------------------------------------------------------------
 
@@ -79,7 +75,7 @@ def vllm_spec(spec: KVCacheSpec, cache_dtype: str = "auto") -> v.KVCacheSpec:
             "num_prefill_checkpoint_blocks": spec.num_prefill_checkpoint_blocks,
         }
     if isinstance(spec, AttentionSpec):
-        listed = listing.spec_dict(spec, cache_dtype)
+        listed = dump.spec_dict(spec, cache_dtype)
         wanted |= {
             "num_kv_heads": spec.num_kv_heads,
             "head_size": spec.head_size,
@@ -122,7 +118,7 @@ def engine_config():
     return config
 
 
-def config_for(grouped: Prepared, length: int, fit: bool):
+def config_for(grouped, length: int, fit: bool):
     """The configuration under which vLLM plans this case; ``fit`` asks for the longest length that fits."""
     config, options = engine_config(), grouped.options
     config.model_config.max_model_len = length
@@ -135,6 +131,13 @@ def config_for(grouped: Prepared, length: int, fit: bool):
     config.cache_config.enable_prefix_caching = options.enable_prefix_caching
     config.cache_config.mamba_cache_mode = grouped.resolved.mamba_cache_mode if grouped.resolved else "none"
     config.cache_config.kv_cache_layout = grouped.memory_order
+    encoder = [
+        s.max_encoder_tokens
+        for g in grouped.groups
+        for s in g.layer_specs
+        if hasattr(s, "max_encoder_tokens")
+    ]
+    config.scheduler_config.max_num_encoder_input_tokens = max(encoder, default=0)
     config.__dict__.pop("max_in_flight_tokens", None)
     assert config.max_in_flight_tokens == options.max_in_flight_tokens, config.max_in_flight_tokens
     return config
@@ -158,7 +161,7 @@ def groups_of(config, specs: dict[str, v.KVCacheSpec]) -> list[v.KVCacheGroupSpe
     return planning.get_kv_cache_groups(config, dict(specs))
 
 
-def layout(grouped: Prepared, specs: dict[str, v.KVCacheSpec], budgets: list[int]) -> dict:
+def layout(grouped, specs: dict[str, v.KVCacheSpec], budgets: list[int]) -> dict:
     """Groups, and for each budget the memory or why it is refused, in the form of the stored cases."""
     config = config_for(grouped, grouped.max_model_len, fit=False)
     groups = groups_of(config, specs)
@@ -176,7 +179,7 @@ def bytes_per_block(config, groups) -> int:
         return planning._pool_bytes_per_block(groups)
 
 
-def memory(grouped: Prepared, specs: dict[str, v.KVCacheSpec], budget: int) -> dict:
+def memory(grouped, specs: dict[str, v.KVCacheSpec], budget: int) -> dict:
     config = config_for(grouped, grouped.max_model_len, fit=False)
     try:
         found = configs(config, specs, budget)
@@ -192,7 +195,7 @@ def memory(grouped: Prepared, specs: dict[str, v.KVCacheSpec], budget: int) -> d
     }
 
 
-def auto_fit(grouped: Prepared, specs: dict[str, v.KVCacheSpec], budget: int) -> dict | None:
+def auto_fit(grouped, specs: dict[str, v.KVCacheSpec], budget: int) -> dict | None:
     config = config_for(grouped, grouped.max_model_len, fit=True)
     try:
         found = configs(config, specs, budget)
@@ -291,61 +294,48 @@ def plain(value):
 # -- all of them ---------------------------------------------------------------------------------
 
 
-def stored(name: str):
-    return json.loads(gzip.decompress((HERE / name).read_bytes()))
-
-
-def models() -> list[str]:
-    return sorted(path.name.removesuffix(".json.gz") for path in HERE.glob("*.json.gz"))
-
-
 def main() -> int:
-    from golden_options import options_of
+    """0 where the installed release computes every stored case."""
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    sys.path.insert(0, str(HERE.parent / "layout"))
+    from test_goldens import golden, options_of
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare with what is stored, write nothing")
-    arguments = parser.parse_args()
-    wrong = 0
-    for model in tqdm(models(), unit="model"):
-        golden = stored(f"{model}.json.gz")
-        for case in golden["cases"]:
+    cases, differences = 0, []
+    for path in tqdm(sorted(HERE.glob("*.json.gz")), unit="model"):
+        stored = golden(path.name.removesuffix(".json.gz"))
+        for case in stored["cases"]:
+            cases += 1
             if "refused" in case:
                 continue
-            grouped = prepare(model, **options_of(case))
+            grouped = prepare(stored["model"], **options_of(case))
+            config_for(grouped, grouped.max_model_len, fit=False)
+            dtype = grouped.resolved.kv_cache_dtype
             specs = {
-                n: vllm_spec(s, grouped.resolved.kv_cache_dtype)
+                n: vllm_spec(s, dtype)
                 for n, s in grouped.model.specs(grouped.resolved, grouped.options).items()
             }
-            found = layout(grouped, specs, [int(b) for b in case["memory"]])
-            for key in ("groups", "bytes_per_block", "memory"):
-                a, b = json.loads(json.dumps(found[key])), case[key]
-                if key == "memory":
-                    for x in (*a.values(), *b.values()):
-                        if "refused" in x:
-                            x["refused"] = ""
-                if a != b:
-                    wrong += 1
-                    print(model, case["case"], key, diff(a, b))
-    print(wrong)
-    return bool(wrong)
+            found = json.loads(json.dumps(layout(grouped, specs, [int(b) for b in case["memory"]])))
+            wanted = {key: case[key] for key in found}
+            for memory in (*found["memory"].values(), *wanted["memory"].values()):
+                memory.pop("refused", None)  # releases word it differently
+            at = first_difference(found, wanted)
+            if at:
+                differences.append(f"{stored['model']}, {case['case']}: {at}")
+    print(*differences, f"vLLM {vllm.__version__}: {len(differences)} of {cases} cases differ", sep="\n")
+    return int(bool(differences))
 
 
-def diff(a, b, path=""):
-    if type(a) != type(b):
-        return f"{path}: {a!r} != {b!r}"[:300]
-    if isinstance(a, dict):
-        for k in sorted(a.keys() | b.keys()):
-            if k not in a or k not in b:
-                return f"{path}.{k}: only in {'stored' if k in b else 'found'} {a.get(k, b.get(k))}"[:300]
-            if a[k] != b[k]:
-                return diff(a[k], b[k], f"{path}.{k}")
-    if isinstance(a, list):
-        if len(a) != len(b):
-            return f"{path} len {len(a)} != {len(b)}"
-        for i, (x, y) in enumerate(zip(a, b)):
-            if x != y:
-                return diff(x, y, f"{path}[{i}]")
-    return f"{path}: {a!r} != {b!r}"[:300]
+def first_difference(found, stored, at: str = "") -> str:
+    """Where two JSON values part, and how; empty where they are the same."""
+    if found == stored:
+        return ""
+    if isinstance(found, dict) and isinstance(stored, dict):
+        keys = [key for key in {**stored, **found} if found.get(key) != stored.get(key)]
+        return first_difference(found.get(keys[0]), stored.get(keys[0]), f"{at}.{keys[0]}")
+    if isinstance(found, list) and isinstance(stored, list) and len(found) == len(stored):
+        place = next(i for i, (a, b) in enumerate(zip(found, stored)) if a != b)
+        return first_difference(found[place], stored[place], f"{at}[{place}]")
+    return f"{at.lstrip('.')} is {found!r}, stored is {stored!r}"
 
 
 if __name__ == "__main__":

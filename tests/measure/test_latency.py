@@ -8,14 +8,18 @@ import itertools
 import json
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from decodebench.__main__ import main
+from decodebench.cache.run import fill_cache
 from decodebench.cache.small import small_cache
 from decodebench.cache.tensors import allocate
+from decodebench.cache.values import Normal
+from decodebench.cache.write import fill_rows
 from decodebench.layout import reads
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups
@@ -235,6 +239,27 @@ def test_cache_dtypes(dtype, tolerance):
     for name in backends():
         errors = step_.compare_with_reference(cache, batch, name, query_heads=4, dtype=activation)
         assert max(output for output, _ in errors.values()) <= tolerance, errors
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("hit", [0, 32], ids=["filled", "prefix hit of everything"])
+def test_a_state_step_at_a_block_boundary_updates_the_block_it_reads(backend, hit):
+    specs = {"mamba2": replace(state_specs()["mamba2"], block_size=16, mamba_cache_mode="align")}
+    layout = layout_of(specs, 8)
+    batch = Batch(layout, (RequestBlocks(Request("r", 33), hit, ((0, 3, 5),)),))
+    cache = allocate(layout, "cpu", "poison")
+    filled = fill_cache(cache, batch) if not hit else fill_rows(cache, [(3,)], Normal())
+    assert filled.block_ids[0] == ((3,) if hit else (3, 5))
+    before = cache.pages("mamba2.0").clone()
+    step = prepare_step(cache, batch, backend)
+    step()
+    after = cache.pages("mamba2.0")
+    # block 5 begins with the token to compute: its state is read and replaced, the one before is kept
+    assert [block for block in range(8) if not torch.equal(before[block], after[block])] == [5]
+    assert all(bool(output.isfinite().all()) for output in step.outputs().values())
+    # what a hit brought has been copied on, as the engine does before the step
+    step.restore()
+    assert torch.equal(cache.pages("mamba2.0")[5], before[3] if hit else before[5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

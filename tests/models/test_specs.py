@@ -1,7 +1,7 @@
 """Page arithmetic, which blocks decode reads, and which specs may share a block table."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -103,6 +103,23 @@ def test_required_blocks_are_those_of_the_tokens_read(tokens, per_block):
         got = spec.required_blocks(tokens, per_block, table)
         # a chunk that has just begun is read from nowhere, but its first block is the one being written
         assert list(got) == wanted or not wanted
+
+
+@given(tokens=st.integers(1, 500), per_block=st.sampled_from([1, 4, 16, 48]), spare=st.integers(0, 3))
+def test_a_running_state_lies_in_the_block_of_the_token_to_compute(tokens, per_block, spare):
+    spec = replace(STATE, mamba_cache_mode="align", num_speculative_blocks=spare)
+    last = (tokens - 1) // per_block
+    table = last + 1 + spare
+    if tokens == 1:  # starts from a state of nothing, whatever the block holds
+        assert not spec.required_blocks(1, per_block, table) and not spec.held_blocks(1, per_block, table)
+        return
+    assert list(spec.required_blocks(tokens, per_block, table)) == [last]
+    # the state after the tokens stood in for, which a prefix hit may read; often the same block
+    copied = (tokens - 2) // per_block
+    assert sorted(spec.held_blocks(tokens, per_block, table)) == sorted({copied, last})
+    assert list(spec.blocks_after_full_hit(tokens, per_block, table)) == [copied]
+    # without boundaries to keep there is one state, and no copy
+    assert list(STATE.required_blocks(tokens, 4096, 1 + spare)) == [0]
 
 
 def test_one_state_and_one_ring_and_all_of_the_encoder():

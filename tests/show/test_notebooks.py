@@ -73,7 +73,7 @@ def test_a_notebook_is_text_calls_and_figures(path):
 
 def test_notebooks_are_numbered_without_gaps():
     numbers = [int(path.stem[:2]) for path in PATHS]
-    assert numbers == list(range(1, 10)), [path.stem for path in PATHS]
+    assert numbers == list(range(1, 11)), [path.stem for path in PATHS]
 
 
 def test_profiles_name_notebooks_and_parameters_that_exist():

@@ -10,6 +10,7 @@ vLLM's own view of each page is read back beside it. Modules that only exist bes
 for; backends that still cannot be imported are listed by name.
 """
 
+# ruff: noqa: B023 - layers() calls what it is given at once
 from __future__ import annotations
 
 import argparse
@@ -88,8 +89,8 @@ from decodebench.errors import DecodebenchError  # noqa: E402
 from decodebench.layout.pool import Batch, Request, RequestBlocks  # noqa: E402
 from decodebench.vllm import compat  # noqa: E402
 from decodebench.vllm.connector import StepMetadata  # noqa: E402
-from decodebench.vllm.live import StepAuditor  # noqa: E402
 from decodebench.vllm.options import Options  # noqa: E402
+from decodebench.vllm.step_audit import StepAuditor  # noqa: E402
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers  # noqa: E402
 
 planning: Any = kv_cache_utils

@@ -1,8 +1,9 @@
 """How many parameters vLLM's own model of a config holds, and transformers': built on torch's meta device.
 
 ``python tests/support/weights_witness.py`` in the engine's environment counts every config of
-tests/goldens/weights.jsonl.gz anew and stores the counts there. Families whose file imports torchvision
-(Qwen3.5) keep the count that is stored where it is not installed.
+tests/goldens/weights.jsonl.gz anew and stores the counts there. Families whose files import packages that
+are not installed keep the count that is stored (Qwen3.5: torchvision, Kimi Linear: CUTLASS; both were
+counted with stand-ins for these imports).
 """
 
 import gzip

@@ -1,180 +1,426 @@
-"""Compile the Triton kernels for architectures that are not here: what would not build, or not fit.
+"""Build the Triton kernels for cards that are not here, exactly as a launch would, and judge the code.
 
-``python -m decodebench.measure.kernels.compile_ahead`` prints the table. Needs Triton and no GPU.
+    python -m decodebench.measure.kernels.compile_ahead --out data/results/gpu-modelled.csv
+
+A launch's integers become 32 bits wide, its ones constants, its multiples of 16 known as such; the
+binder that Triton itself uses says so here too, so that what is judged is what will run. The command
+writes a row a kernel, shape and card: registers, spills, loads ahead, and the time that ``cards``
+models for it. Needs Triton and no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
+import hashlib
+import re
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from decodebench.cache import triton_rows
-from decodebench.measure.kernels import triton_ops
+from decodebench.cache.triton_launch import Launch
+from decodebench.errors import DecodebenchError
+from decodebench.layout.plan import plan
+from decodebench.measure.kernels import splits, triton_ops
+from decodebench.measure.kernels.cards import (
+    CHIPS,
+    NODE_SECONDS,
+    REACHABLE,
+    Chip,
+    bytes_ahead,
+    loop_seconds,
+    programs_per_multiprocessor,
+)
+from decodebench.measure.kernels.machine_code import MachineCode, read
+from decodebench.measure.kernels.reference import state_inputs
+from decodebench.measure.kernels.splits import Card, best_chunk, items, iterations
+from decodebench.models.load import list_models
+from decodebench.models.specs import AttentionSpec
 
-#: architecture → shared memory one block may ask for, in bytes (CUDA programming guide, opt-in maximum)
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-
-_POINTERS = {tl.float32: "*fp32", tl.bfloat16: "*bf16", tl.float16: "*fp16"}
+#: architecture → shared memory one program may ask for, in bytes (CUDA programming guide, opt-in maximum)
+SHARED_LIMIT = {chip.sm: chip.program_shared_bytes for chip in CHIPS.values()}
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One kernel variant built for one architecture."""
+class Built:
+    """A kernel built for one architecture. ``tiles_ahead``: iterations whose loads are on their way."""
 
-    kernel: str
-    variant: str
-    arch: int
-    shared_bytes: int
-    limit_bytes: int
+    code: MachineCode
+    tiles_ahead: float
     seconds: float
 
-    @property
-    def fits(self) -> bool:
-        return self.shared_bytes <= self.limit_bytes
+
+def build(launch: Launch, sm: int) -> Built:
+    """Compile a launch for an architecture (90 for 9.0) with the specialisation the launch would get."""
+    target = GPUTarget("cuda", sm, 32)
+    backend = make_backend(target)
+    kernel = launch.kernel
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given = dict(launch.constants) | dict(launch.options)
+    bound, specialised, options = binder(*launch.arguments.values(), **given)
+    options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialised, options)
+    start = time.perf_counter()
+    source = ASTSource(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=target, options=options.__dict__)
+    seconds = time.perf_counter() - start
+    code = read(made.asm["cubin"], made.metadata.num_warps, made.metadata.shared)
+    return Built(code, _tiles_ahead(made.asm["ttgir"]), seconds)
 
 
-def _attention(group: int, dk: int, dv: int, v_offset: int, dtype, fp8: str = "", splits: int = 8) -> tuple:
-    size = 4 if dtype == tl.float32 else 2
-    shape = triton_ops.attention_shape(group, dk, dv, v_offset, size, fp8)
-    pointers = {
-        "q_ptr": _POINTERS[dtype],
-        "kv_ptr": "*u8" if fp8 else _POINTERS[dtype],
-        "table_ptr": "*i32",
-        "start_ptr": "*i64",
-        "stop_ptr": "*i64",
-        "part_ptr": "*fp32",
-        "lse_ptr": "*fp32",
-        "scale": "fp32",
-    }
-    integers = ("entries", "table_width", "kv_block_stride", "kv_head_stride", "kv_entry_stride")
-    signature = pointers | dict.fromkeys(integers, "i64")
-    constants = shape | {"KV_HEADS": 8, "COMPUTE": dtype, "SPLITS": splits}
-    return triton_ops.attention_split, signature, constants, triton_ops.launch_options(shape)
+def _tiles_ahead(ttgir: str) -> float:
+    """Buffers of the loop's asynchronous copies, less the one in use; half of one that is issued late.
 
-
-def _state(kernel, pointers: str, integers: str, floats: str = "", state=tl.bfloat16, **constants) -> tuple:
-    signature = {"state_ptr": _POINTERS[state], "rows_ptr": "*i64"}
-    signature |= dict.fromkeys((f"{name}_ptr" for name in pointers.split()), "*fp32")
-    signature |= dict.fromkeys(integers.split(), "i64") | dict.fromkeys(floats.split(), "fp32")
-    return kernel, signature, constants, {}
-
-
-def _rows(bits: str, noise: bool) -> tuple:
-    integers = "columns tiles layer_stride block_stride shift shift_of_layer shift_of_block period"
-    signature = {"target_ptr": bits, "ids_ptr": "*i64", "bank_ptr": bits, "number": "i32"}
-    constants = {"NOISE": noise, "TILE": triton_rows.TILE}
-    return triton_rows.fill_kernel, signature | dict.fromkeys(integers.split(), "i64"), constants, {}
-
-
-def variants() -> dict[str, tuple]:
-    """Name → (kernel, signature, constants, options): every shape class that real models bring."""
-    bf16, fp16, fp32 = tl.bfloat16, tl.float16, tl.float32
-    delta = {"pointers": "qkv g beta out", "integers": "row_stride channels key_heads", "floats": "q_scale"}
-    mamba2 = {"pointers": "xbc dt a d out", "integers": "row_stride channels groups"}
-    return {
-        "attention bf16 4×128": _attention(4, 128, 128, 128, bf16),
-        "attention fp16 1×64": _attention(1, 64, 64, 64, fp16),
-        "attention fp32 8×128": _attention(8, 128, 128, 128, fp32),
-        "attention bf16 2×256": _attention(2, 256, 256, 256, bf16),
-        "attention fp32 2×256": _attention(2, 256, 256, 256, fp32),
-        "attention bf16 16×192/128": _attention(16, 192, 128, 192, bf16),
-        "attention e4m3 4×128": _attention(4, 128, 128, 128, bf16, "e4m3"),
-        "attention e5m2 4×96": _attention(4, 96, 96, 96, fp16, "e5m2"),
-        "MLA bf16 128×576/512": _attention(128, 576, 512, 0, bf16),
-        "MLA fp32 16×576/512": _attention(16, 576, 512, 0, fp32),
-        "MLA e4m3 128×576/512": _attention(128, 576, 512, 0, bf16, "e4m3"),
-        "merge 8×128": (
-            triton_ops.attention_merge,
-            {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"},
-            {"DV": 128, "DV_TILE": 128, "SPLITS": 8},
-            {},
-        ),
-        "merge 64×512": (
-            triton_ops.attention_merge,
-            {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"},
-            {"DV": 512, "DV_TILE": 512, "SPLITS": 64},
-            {"num_warps": 8},
-        ),
-        "conv bf16": _state(
-            triton_ops.conv_update,
-            "x weight bias out",
-            "row_stride channels",
-            LENGTH=3,
-            TAPS=3,
-            SILU=True,
-            TILE=1024,
-        ),
-        "mamba1 bf16": _state(
-            triton_ops.mamba1_update, "x dt a b c d out", "row_stride channels", N=16, N_TILE=16, TILE=256
-        ),
-        "mamba2 fp32": _state(
-            triton_ops.mamba2_update, **mamba2, state=fp32, HEADS=128, P=64, N=128, N_TILE=128, TILE=32
-        ),
-        "mamba2 bf16": _state(triton_ops.mamba2_update, **mamba2, HEADS=48, P=64, N=128, N_TILE=128, TILE=32),
-        "gdn bf16": _state(
-            triton_ops.delta_update,
-            **delta,
-            HEADS=32,
-            DV=128,
-            DK=128,
-            DK_TILE=128,
-            TILE=32,
-            PER_CHANNEL=False,
-        ),
-        "kda fp32": _state(
-            triton_ops.delta_update,
-            **delta,
-            state=fp32,
-            HEADS=32,
-            DV=128,
-            DK=128,
-            DK_TILE=128,
-            TILE=32,
-            PER_CHANNEL=True,
-        ),
-        "fill constant fp32": _rows("*i32", noise=False),
-        "fill noise bf16": _rows("*i16", noise=True),
-        "fill noise fp8": _rows("*u8", noise=True),
-    }
-
-
-def compile_ahead(
-    archs: Iterable[int] = (80, 90, 100), names: Iterable[str] | None = None, aligned: bool = True
-) -> list[Compiled]:
-    """Build the named variants (default all) for each architecture. Compiler errors are raised.
-
-    ``aligned``: pointers and strides are said to be multiples of 16, as a launch says of real pages;
-    loads are then asynchronous and take more shared memory. False: nothing is known (odd strides).
+    A copy that the loop issues only behind its last product overlaps with that product alone.
     """
-    built = []
-    for name in names or variants():
-        kernel, signature, constants, options = variants()[name]
-        full = {argument: signature.get(argument, "constexpr") for argument in kernel.arg_names}
-        hinted = [i for i, kind in enumerate(full.values()) if kind.startswith("*") or kind == "i64"]
-        attributes = {(i,): [["tt.divisibility", 16]] for i in hinted} if aligned else {}
-        for arch in archs:
-            start = time.perf_counter()
-            source = ASTSource(kernel, full, constexprs=constants, attrs=attributes)
-            result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-            seconds = time.perf_counter() - start
-            shared = result.metadata.shared
-            built.append(Compiled(kernel.fn.__name__, name, arch, shared, SHARED_LIMIT[arch], seconds))
-    return built
+    rings = [int(n) for n in re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x", ttgir)]
+    body = ttgir[ttgir.find("scf.for") :]
+    copies = [m.start() for m in re.finditer("ttg.async_copy_global_to_local", body)]
+    if not rings or not copies:
+        return 0.0
+    ahead = min(rings) - 1
+    waits = [int(n) for n in re.findall(r"async_wait.*?num = (\d+)", body)]
+    return ahead if not waits or waits[0] > 0 else ahead / 2
+
+
+# -- the shapes that models bring ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention shape: query heads in all, KV heads, head sizes, latent or not, tokens a block."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dk: int
+    dv: int
+    entries: int = 16
+    latent: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def launches(self, ranges: tuple[tuple[int, int], ...], chip: Chip) -> list[Launch]:
+        """The launches of a step over these positions on a card; tensors of no content."""
+        width = self.dk if self.latent else self.dk + self.dv
+        q_type = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+        blocks = 2 + max(-(-stop // self.entries) for _, stop in ranges)
+        page = torch.empty(blocks, self.entries, self.kv_heads, width, dtype=self.dtype, device="meta")
+        table = torch.empty(len(ranges), blocks, dtype=torch.int32, device="meta")
+        q = torch.empty(len(ranges), self.heads, self.dk, dtype=q_type, device="meta")
+        out = torch.empty(len(ranges), self.heads, self.dv, dtype=q_type, device="meta")
+        plan = triton_ops.Plan(ranges)
+        where = {"scale": 1.0, "v_offset": 0 if self.latent else self.dk, "arch": chip.sm}
+        return triton_ops.attention_launches(q, page.transpose(1, 2), table, plan, out, **where)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the cache that one token of one KV head takes."""
+        return (self.dk if self.latent else self.dk + self.dv) * self.dtype.itemsize
+
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+ATTENTIONS = (
+    Attention("llama", 32, 8, 128, 128),
+    Attention("llama", 32, 8, 128, 128, dtype=E4M3),
+    Attention("llama", 32, 8, 128, 128, dtype=E5M2),
+    Attention("llama", 32, 8, 128, 128, dtype=torch.float32),
+    Attention("gpt-oss", 64, 8, 64, 64),
+    Attention("gemma-3-1b", 4, 1, 256, 256),
+    Attention("qwen3-next", 16, 2, 256, 256, entries=544),
+    Attention("DeepSeek MLA", 128, 1, 576, 512, entries=64, latent=True),
+    Attention("DeepSeek MLA", 128, 1, 576, 512, entries=64, latent=True, dtype=E4M3),
+    Attention("kimi MLA", 32, 1, 576, 512, entries=1920, latent=True),
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """One state layer: its kind, and the shapes of its convolution and its recurrent state."""
+
+    name: str
+    kind: str
+    conv: tuple[int, int]
+    state: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+
+    def launches(self, batch: int) -> list[Launch]:
+        """The launches of a step of so many requests; tensors of no content."""
+        parts = {"conv": torch.empty(batch + 1, *self.conv, dtype=BF16, device="meta")}
+        if self.state:
+            name = "ssm" if self.kind.startswith("mamba") else "recurrent"
+            parts[name] = torch.empty(batch + 1, *self.state, dtype=self.dtype, device="meta")
+        rows = torch.empty(batch, dtype=torch.int64, device="meta")
+        tiny = {name: torch.empty(2, *part.shape[1:]) for name, part in parts.items()}
+        shapes = state_inputs(self.kind, tiny, 2, torch.Generator(), torch.device("cpu"))
+        inputs = {name: torch.empty_like(x, device="meta") for name, x in shapes.items()}
+        return triton_ops.state_launches(self.kind, parts, rows, inputs)[0]
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that one request's step reads, and writes again."""
+        recurrent = torch.Size(self.state).numel() * self.dtype.itemsize if self.state else 0
+        return self.conv[0] * self.conv[1] * 2 + recurrent
+
+
+FP32 = torch.float32
+STATES = (
+    State("jamba", "mamba1", (3, 8192), (8192, 16)),
+    State("nemotron-h", "mamba2", (3, 10240), (128, 64, 128), FP32),
+    State("qwen3-next", "gdn", (3, 8192), (32, 128, 128)),
+    State("kimi", "kda", (3, 12288), (32, 128, 128), FP32),
+    State("lfm2", "short_conv", (2, 2048)),
+)
+
+
+def fill_launches() -> dict[str, Launch]:
+    """Variant → the launch that fills: a constant or noise, by the width of an element."""
+    found = {}
+    for bits in (torch.uint8, torch.int16, torch.int32):
+        target = torch.empty(32, 64, 32768, dtype=bits, device="meta")
+        rows = torch.empty(64, dtype=torch.int32, device="meta")
+        bank = torch.empty(8 << 20, dtype=bits, device="meta")
+        name = f"{8 * bits.itemsize} bits"
+        found[f"constant {name}"] = triton_rows.launch(target, rows, 15478, None)
+        window = {"bank": bank, "period": 782910, "shift": 31, "shift_of_layer": 31, "shift_of_block": 4099}
+        found[f"noise {name}"] = triton_rows.launch(target, rows, None, window)
+    return found
+
+
+# -- judged by the model ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """A step of one layer on a card as its machine code promises it: a row of the table.
+
+    ``kernels``: ``source_hash`` of the kernels, or the commit of kernels that are no more.
+
+    ``kernel_share``, ``layer_share``: the time that the bytes need at ``REACHABLE`` of the data sheet's
+    bandwidth (for latent attention the products, where they take longer), over the modelled time of
+    the main launch, and of all launches with ``NODE_SECONDS`` each.
+    """
+
+    kernels: str
+    kernel: str
+    shape: str
+    dtype: str
+    card: str
+    batch: int
+    context: str
+    registers: int
+    stack_bytes: int
+    shared_kib: float
+    programs: int
+    loop_instructions: int
+    tiles_ahead: float
+    kib_ahead: float
+    kib_needed: float
+    kernel_us: float
+    limit_us: float
+    kernel_share: float
+    layer_share: float
+
+
+@cache
+def _built(attention: Attention, sm: int) -> tuple[Launch, Built]:
+    chip = next(c for c in CHIPS.values() if c.sm == sm)
+    launch = attention.launches(((0, 4096),) * 8, chip)[0]
+    return launch, build(launch, sm)
+
+
+def attention_step(attention: Attention, chip: Chip, ranges: tuple[tuple[int, int], ...]) -> Modelled:
+    """A step of one layer over these positions, modelled."""
+    launch, built = _built(attention, chip.sm)
+    shape = launch.constants
+    tokens, code = shape["TOKENS"], built.code
+    head_tiles = -(-shape["GROUP"] // shape["GROUP_TILE"])
+    tiles = attention.kv_heads * head_tiles
+    tile_bytes = tokens * attention.token_bytes
+    part_bytes = 2 * 4 * min(shape["GROUP"], shape["GROUP_TILE"]) * attention.dv
+    held = programs_per_multiprocessor(code, chip)
+    chunk = best_chunk(ranges, tiles, tokens, Card(chip.multiprocessors, held), part_bytes / tile_bytes)
+    work = items(ranges, chunk, tokens)
+    programs = [iterations(item, tokens) for item in work for _ in range(tiles)]
+    seconds = loop_seconds(code, chip, programs, tile_bytes, head_tiles, built.tiles_ahead)
+    split = sum(item.part >= 0 for item in work)
+    parts = split * attention.heads * attention.dv * 4 * 2
+    merge = NODE_SECONDS + parts / chip.bandwidth if split else 0.0
+    cached = sum(stop - start for start, stop in ranges) * attention.kv_heads * attention.token_bytes
+    limit = cached / (chip.bandwidth * REACHABLE)
+    if attention.latent:
+        flops = 2 * attention.heads * (attention.dk + attention.dv) * sum(b - a for a, b in ranges)
+        limit = max(limit, flops / (chip.tensor_flops[0] * chip.multiprocessors * chip.clock))
+    lengths = [b - a for a, b in ranges]
+    alike = len(set(lengths)) == 1
+    text = str(lengths[0]) if alike else "+".join(f"{lengths.count(n)}x{n}" for n in sorted(set(lengths)))
+    kib, need = (x / 1024 for x in bytes_ahead(code, chip, tile_bytes, built.tiles_ahead))
+    name = str(attention.dtype).removeprefix("torch.")
+    return Modelled(
+        source_hash(),
+        "attention",
+        attention.name,
+        name,
+        chip.name,
+        len(ranges),
+        text,
+        code.registers,
+        code.stack_bytes,
+        round(code.shared_bytes / 1024, 1),
+        held,
+        len(code.loop.instructions) if code.loop else 0,
+        built.tiles_ahead,
+        round(kib, 1),
+        round(need, 1),
+        round(seconds * 1e6, 1),
+        round(limit * 1e6, 1),
+        round(limit / seconds, 2),
+        round(limit / (seconds + merge + NODE_SECONDS), 2),
+    )
+
+
+def state_layer(state: State, chip: Chip, batch: int) -> Modelled:
+    """A state layer's step, modelled: every launch takes its bytes' time, its latency, and a node."""
+    launches = state.launches(batch)
+    moved = 2 * batch * state.request_bytes
+    limit = moved / (chip.bandwidth * REACHABLE)
+    code = _state_code(state, chip.sm)
+    held = programs_per_multiprocessor(code, chip)
+    element = state.dtype.itemsize if state.state else 2
+    program_bytes = 4096 * element if state.state else 1024 * 2 * state.conv[0]
+    ahead, need = held * program_bytes, chip.bandwidth * 650e-9 / chip.multiprocessors
+    # what is on its way limits the speed; every launch also waits for its rows, then for its states
+    seconds = limit * max(1.0, need / ahead) + len(launches) * 2 * 650e-9
+    nodes = len(launches) * NODE_SECONDS
+    return Modelled(
+        source_hash(),
+        state.kind,
+        state.name,
+        str(state.dtype).removeprefix("torch."),
+        chip.name,
+        batch,
+        "",
+        code.registers,
+        code.stack_bytes,
+        round(code.shared_bytes / 1024, 1),
+        held,
+        0,
+        0.0,
+        round(ahead / 1024, 1),
+        round(need / 1024, 1),
+        round(seconds * 1e6, 1),
+        round(limit * 1e6, 1),
+        round(limit / seconds, 2),
+        round(limit / (seconds + nodes), 2),
+    )
+
+
+@cache
+def _state_code(state: State, sm: int) -> MachineCode:
+    return build(state.launches(8)[-1], sm).code
+
+
+BATCHES = {
+    "8 × 4096": ((0, 4096),) * 8,
+    "1 × 4096": ((0, 4096),),
+    "32 × 4096": ((0, 4096),) * 32,
+    "1 × 131072": ((0, 131072),),
+    "7 × 512 + 8192": (*(((0, 512),) * 7), (0, 8192)),
+}
+
+
+def source_hash() -> str:
+    """What the kernels and their tiles are written as, in twelve digits: a table of other ones is out of date."""
+    files = (triton_ops.__file__, splits.__file__)
+    text = "".join(Path(file).read_text() for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def model_shapes() -> list[Attention]:
+    """Every attention shape that a model of ``data/models`` brings and a step takes, each once, plain and fp8."""
+    found: dict[Attention, Attention] = {}
+    for name in list_models():
+        for dtype in ("auto", "fp8"):
+            try:
+                layout = plan(name, memory="16TiB", kv_cache_dtype=dtype)
+            except DecodebenchError:
+                continue  # that model takes no such cache
+            for layer, spec in layout.layer_specs.items():
+                part = spec.parts()[0]
+                if not isinstance(spec, AttentionSpec) or part.zeros_only or layout.model is None:
+                    continue
+                latent = spec.head_size_v == 0
+                rank = spec.head_size - 64 if latent and spec.head_size > 64 else spec.head_size
+                heads = layout.model.query_heads(layer, 1)
+                entries, kv_heads, _ = part.shape
+                kind = getattr(torch, part.dtype)
+                dv = rank if latent else spec.head_size_v
+                shape = Attention(name, heads, kv_heads, spec.head_size, dv, entries, latent, kind)
+                q = torch.empty(1, heads, spec.head_size, device="meta")
+                view = torch.empty(1, kv_heads, entries, 1, dtype=kind, device="meta")
+                two_bytes = q if kind == torch.float32 else q.to(torch.bfloat16)
+                if triton_ops.can_attend(two_bytes, view, dv, 0) is None:
+                    found.setdefault(replace(shape, name=""), shape)
+    return list(found.values())
+
+
+def modelled(cards: Iterable[str] = tuple(CHIPS), every_model: bool = False) -> Iterator[Modelled]:
+    """Every row of the table: attention over several batches, states at 64 MB and more.
+
+    ``every_model``: also ``model_shapes``, at 8 × 4096, on one card of each architecture.
+    """
+    for attention in ATTENTIONS:
+        for card in cards:
+            for ranges in BATCHES.values():
+                yield attention_step(attention, CHIPS[card], ranges)
+    for state in STATES:
+        for card in cards:
+            for batch in (8, max(8, -(-(64 << 20) // (2 * state.request_bytes)))):
+                yield state_layer(state, CHIPS[card], batch)
+    for attention in model_shapes() if every_model else ():
+        for card in ("A100", "H200", "B200"):
+            yield attention_step(attention, CHIPS[card], BATCHES["8 × 4096"])
 
 
 def main() -> None:
-    print(f"Triton {triton.__version__}; shared memory in KiB of what one block may ask for")
-    print(f"{'variant':28s}" + "".join(f"{'sm_' + str(arch):>14s}" for arch in SHARED_LIMIT))
-    for name in variants():
-        row = compile_ahead(names=[name])
-        cells = (f"{c.shared_bytes >> 10}/{c.limit_bytes >> 10}{'' if c.fits else ' TOO BIG'}" for c in row)
-        print(f"{name:28s}" + "".join(f"{cell:>14s}" for cell in cells), flush=True)
+    """Print and write the table."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument(
+        "--out", type=Path, help="a CSV file for the rows; rows of other kernels in it are kept"
+    )
+    parser.add_argument("--every-model", action="store_true", help="also every shape of data/models")
+    arguments = parser.parse_args()
+    rows = []
+    for row in modelled(every_model=arguments.every_model):
+        rows.append(asdict(row))
+        print(
+            f"{row.kernel:10s} {row.shape:13s} {row.dtype:14s} {row.card:5s} {row.batch:4d} × {row.context:14s} "
+            f"{row.registers:4d} registers {row.stack_bytes:3d} spilled {row.programs:2d} programs "
+            f"{row.kib_ahead:6.0f} of {row.kib_needed:3.0f} KiB ahead  kernel {row.kernel_share:4.0%} "
+            f"layer {row.layer_share:4.0%}",
+            flush=True,
+        )
+    if arguments.out:
+        rows = _others(arguments.out) + rows
+        with arguments.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def _others(path: Path) -> list[dict]:
+    """Rows of a table that commits long gone have made."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["kernels"].startswith("commit ")]
 
 
 if __name__ == "__main__":
