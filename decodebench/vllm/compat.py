@@ -258,9 +258,7 @@ def _has(owner: object, name: str) -> bool:
     if hasattr(owner, name) or not isinstance(owner, type):
         return hasattr(owner, name)
     for kind in owner.__mro__:
-        if name in getattr(kind, "__dataclass_fields__", ()) or name in kind.__dict__.get(
-            "__annotations__", ()
-        ):
+        if name in getattr(kind, "__dataclass_fields__", ()):
             return True
         code = getattr(kind.__dict__.get("__init__"), "__code__", None)
         if code is not None and name in code.co_names:

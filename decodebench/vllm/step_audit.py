@@ -265,6 +265,8 @@ class StepAuditor:
         """
         for layer, blocks in self._fresh.items():
             pages, end = self.cache.pages(layer), 0
+            if pages.ndim == 3:  # nothing lies between or behind the pieces of a page
+                continue
             for part in (*sorted(self.cache.parts(layer), key=lambda part: part.offset), None):
                 start = pages.shape[1] if part is None else part.offset
                 if end < start:

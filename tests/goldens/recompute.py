@@ -30,7 +30,6 @@ prepare_process()
 
 import torch  # noqa: E402
 import vllm  # noqa: E402
-from decodebench.specs import AttentionSpec, KVCacheSpec, MambaSpec  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1 import kv_cache_interface as v  # noqa: E402
