@@ -42,13 +42,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where one part of one layer lies: block ``b`` starts at byte ``offset + b * block_stride``."""
+    """Where one part of one layer lies: block ``b`` starts at byte ``offset + b * block_stride``.
+
+    A page whose heads lie apart is ``pieces`` pieces of the part's size, ``piece_stride`` bytes apart.
+    """
 
     part: PagePart
     storage: torch.UntypedStorage
     offset: int
     block_stride: int
     num_blocks: int
+    pieces: int = 1
+    piece_stride: int = 0
 
     def view(self, layers: int = 1, layer_stride: int = 0) -> torch.Tensor:
         """Typed ``[layers, num_blocks, numel]``; ``layer_stride`` in bytes."""
@@ -60,6 +65,13 @@ class Place:
             (layer_stride, self.block_stride),
             self.part.name,
         )
+
+    def raw(self) -> torch.Tensor:
+        """Bytes: uint8 ``[num_blocks, nbytes]``, or ``[num_blocks, pieces, nbytes]`` where they lie apart."""
+        shape, strides = (self.num_blocks, self.part.nbytes), (self.block_stride,)
+        if self.pieces > 1:
+            shape, strides = (shape[0], self.pieces, shape[1]), (self.block_stride, self.piece_stride)
+        return strided(self.storage, "uint8", self.offset, shape, strides, self.part.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +155,9 @@ class Cache:
     def pages(self, layer: str) -> torch.Tensor:
         """Raw pages, padding included: uint8 ``[num_blocks, page_size_bytes]``.
 
-        Raises ``CacheMismatch`` where the layer's parts do not lie in one page.
+        Where an engine keeps heads (or keys and values) outside of blocks a page lies in equal
+        pieces: ``[num_blocks, pieces, bytes of a piece]``. Raises ``CacheMismatch`` where the layer's
+        parts are tensors of their own.
         """
         self._places(layer)
         page = self.page_places[layer]
@@ -151,7 +165,7 @@ class Cache:
             raise CacheMismatch(
                 f"layer {layer!r}: its parts lie apart, there is no page; use flat(layer, part)"
             )
-        return page.view()[0]
+        return page.raw()
 
     def view(self, layer: str, part: int | str | None = None) -> torch.Tensor | dict[str, torch.Tensor]:
         """The logical tensor of a part, one row a block.
@@ -207,8 +221,7 @@ class Cache:
         for layer, places in self.places.items():
             page = self.page_places[layer]
             for place in places if page is None else (page,):
-                view = place.view()
-                view.view(BITS[view.itemsize]).fill_(POISON if view.itemsize == 1 else -1)
+                place.raw().fill_(POISON)
 
     def _places(self, layer: str) -> tuple[Place, ...]:
         if layer not in self.places:

@@ -147,6 +147,7 @@ class Model:
             tensor_parallel_size=options.tensor_parallel_size,
             num_speculative_tokens=options.num_speculative_tokens,
             device=options.device,
+            engine=options.engine,
             latent_kernel_tokens=latent_kernel,
         )
         if not self.has_states:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from decodebench.errors import DecodebenchError
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
+from decodebench.models.engines import ENGINES, NEWEST
 from decodebench.models.fields import MAX_LAYERS
 
 #: --kv-cache-dtype → dtype of the values (None: the model's own); packed formats hold no plain values
@@ -79,6 +80,8 @@ class CacheOptions:
     #: tokens that attention kernels work on at once; None: 16, 64 for latent attention
     kernel_block_size: int | None = None
     num_speculative_tokens: int = 0
+    #: the release whose layouts are planned
+    engine: str = NEWEST
     #: layers of a draft model that are shaped like the model's own full attention
     draft_layers: int = 0
     #: the card whose kernels and defaults are assumed
@@ -113,6 +116,7 @@ class CacheOptions:
             ("mamba_cache_dtype", STATE_DTYPES),
             ("mamba_ssm_cache_dtype", STATE_DTYPES),
             ("memory_order", (None, *MEMORY_ORDERS)),
+            ("engine", ENGINES),
         ):
             if getattr(self, name) not in known:
                 shown = ", ".join(str(k) for k in known if k is not None)
