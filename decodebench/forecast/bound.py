@@ -19,7 +19,7 @@ from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
-from decodebench.forecast.quantization import Format, checkpoint, formats
+from decodebench.forecast.quantization import Format, formats
 from decodebench.forecast.weights import fields_of, tensors, tied_head, width_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
@@ -642,7 +642,7 @@ def prepare(
         model,
         machine,
         parts,
-        formats(checkpoint(model), resolved.dtype, quantization),
+        formats(model.config, resolved.dtype, quantization),
         readings(model, specs, f, tensor_parallel_size),
         width_of(f),
         reduces=sum(map(adds_up, model.layer.values())) + feeding,
