@@ -4,8 +4,9 @@ import pytest
 from weights_witness import read_golden
 
 from decodebench.forecast.architectures import ARCHITECTURES
+from decodebench.forecast.bound import bound
 from decodebench.forecast.parts import ROLES
-from decodebench.forecast.weights import parameters, weights
+from decodebench.forecast.weights import not_exact, parameters, weights
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import ConfigError
 from decodebench.models.load import list_models, load_model
@@ -69,6 +70,17 @@ def test_every_family_has_a_line_and_a_witness():
         "kimi_k2",
     }  # built under another name, or by their own code
     assert set(ARCHITECTURES) - witnessed <= unknown_to_the_engine
+
+
+def test_a_family_without_a_line_says_that_its_weights_are_an_estimate():
+    said = not_exact(
+        load_model(load_model("tiny-llama").config | {"model_type": "made_up", "architectures": ["X"]})
+    )
+    assert "made_up" in said and "estimate" in said
+    assert [name for name in list_models() if not_exact(load_model(name))] == []
+    config = load_model("tiny-llama").config | {"model_type": "step1"}
+    found = bound(config, "h200")
+    assert "estimate: of step1" in str(found) and found.to_dict()["weights_note"] == found.weights_note
 
 
 @pytest.mark.parametrize(
