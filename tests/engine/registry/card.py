@@ -37,6 +37,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         "torchvision",
         "librosa",
         "soundfile",
+        "soxr",
         "av",
         "timm",
         "open_clip",
@@ -52,6 +53,8 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         "cuda",
         "quack",
         "tilelang",
+        "tvm_ffi",
+        "xgrammar",
     )
 
     def find_spec(self, name, path=None, target=None):
