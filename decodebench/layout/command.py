@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout import dump, text
 from decodebench.layout.compare import compare_rows, facts
 from decodebench.layout.placement import LayoutRefused
-from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memory, prepare
+from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memories, prepare
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.engines import ENGINES, NEWEST
 from decodebench.models.load import load_model
@@ -34,7 +35,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         action="append",
         metavar="BYTES",
-        help="bytes or a number with a unit (8GiB); may be repeated",
+        help="bytes or a number with a unit (8GiB) of a rank's cache; may be repeated for several plans; "
+        "8GiB,7GiB: of several ranks, whose smallest pool counts",
     )
     add(
         "--block-size", type=int, metavar="TOKENS", help="tokens a block; the grain where states make it grow"
@@ -68,6 +70,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-layers", type=int, default=0, metavar="LAYERS", help="full-attention layers of a draft model"
     )
+    add(
+        "--draft-config",
+        metavar="CONFIG",
+        help="the drafter: name, path or fields (JSON) of its config, or mtp for the model's own layers",
+    )
+    add("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="STAGES")
+    add("--pp-layer-partition", metavar="N,N…", help="decoder layers of each stage (VLLM_PP_LAYER_PARTITION)")
     add(
         "--kv-cache-layout",
         choices=MEMORY_ORDERS,
@@ -118,6 +127,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
             "mamba_ssm_cache_dtype",
             "num_speculative_tokens",
             "draft_layers",
+            "draft_config",
+            "pipeline_parallel_size",
+            "pp_layer_partition",
             "kernel_block_size",
             "device",
             "engine",
@@ -127,7 +139,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         "memory_order": arguments.kv_cache_layout,
     }
     memories = arguments.memory or [DEFAULT_MEMORY]
-    budgets = [parse_memory(memory) for memory in memories]
+    budgets = [parse_memories(memory) for memory in memories]
     CacheOptions.of(options | {"block_size": arguments.block_size})
     model = load_model(arguments.model)
     if arguments.compare:
@@ -154,7 +166,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def engine_rows(
-    model: Model, memory: int, block_size: int | None, grouping: str, options: dict
+    model: Model, memory: Sequence[int], block_size: int | None, grouping: str, options: dict
 ) -> list[dict]:
     """One row of numbers a known release, for the same model, memory and options."""
     rows = []
@@ -190,7 +202,9 @@ def _side_by_side(rows: list[dict]) -> str:
     return "\n".join([*columns([list(ENGINE_COLUMNS.values()), *cells]), last])
 
 
-def _json_case(model: Model, budgets: list[int], arguments: argparse.Namespace, options: dict) -> dict:
+def _json_case(
+    model: Model, budgets: list[tuple[int, ...]], arguments: argparse.Namespace, options: dict
+) -> dict:
     """The case of an engine's dump; what an engine would refuse is an entry of it."""
     try:
         grouped = prepare(model, arguments.block_size, arguments.grouping, **options)

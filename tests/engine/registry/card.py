@@ -234,6 +234,16 @@ def parallel(tp=1):
         g.world_size = tp
 
 
+def parallel_state_of(which, size, rank):
+    """The group of this kind believes to be one rank of ``size``."""
+    from vllm.distributed import parallel_state
+
+    group = getattr(parallel_state, f"get_{which}_group")()
+    group.world_size, group.rank_in_group = size, rank
+    group.ranks = list(range(size))
+    group.rank = rank
+
+
 def specs(config, **options):
     tp = options.pop("tensor_parallel_size", 1)
     vc = engine_config(config, **options)

@@ -30,6 +30,17 @@ WINDOWS = {
     "max_window_layers": 0,
 }
 MIXED = WINDOWS | {"layer_types": ["sliding_attention", "full_attention"]}
+DFLASH_2 = DFLASH | {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        "mask_token_id": 5,
+        "target_layer_ids": [0, 2],
+        "conv_kernel_size": 4,
+        "conv_group_size": 64,
+        "selector_rank": 16,
+        "selector_top_k": 8,
+    },
+}
 DELTA = dict(
     head_dim=256,
     linear_num_key_heads=4,
@@ -108,11 +119,7 @@ DRAFTS = {
     "llama dflash": (LLAMA, {"method": "dflash", "num_speculative_tokens": 7}, DFLASH),
     "llama dflash windows": (LLAMA, {"method": "dflash", "num_speculative_tokens": 7}, DFLASH | WINDOWS),
     "llama dflash mixed": (LLAMA, {"method": "dflash", "num_speculative_tokens": 7}, DFLASH | MIXED),
-    "llama dflash2": (
-        LLAMA,
-        {"method": "dflash", "num_speculative_tokens": 7},
-        DFLASH | WINDOWS | {"architectures": ["DFlash2DraftModel"]},
-    ),
+    "llama dflash2": (LLAMA, {"method": "dflash", "num_speculative_tokens": 7}, DFLASH_2 | WINDOWS),
     "qwen3 eagle3": (
         QWEN,
         {"method": "eagle3", "num_speculative_tokens": 3},
@@ -165,5 +172,95 @@ DRAFTS = {
         V3,
         {"method": "extract_hidden_states", "num_speculative_tokens": 1},
         {"eagle_aux_hidden_state_layer_ids": [1, 2]},
+    ),
+    **{
+        f"{name} mtp": (own(name, **fields), MTP | {"num_speculative_tokens": tokens}, None)
+        for name, fields, tokens in (
+            ("bailing_hybrid", {"num_nextn_predict_layers": 1}, 1),
+            ("bailing_hybrid_v3", {"num_nextn_predict_layers": 1}, 1),
+            ("pangu_ultra_moe", {"num_nextn_predict_layers": 1}, 1),
+            ("qwen4_exp_text", {"mtp_num_hidden_layers": 1}, 2),
+            ("deepseek_v4_layer_types", {"num_nextn_predict_layers": 1}, 1),
+        )
+    },
+    "step3p5 mtp": (
+        own("step3p5", num_nextn_predict_layers=2, partial_rotary_factors=[0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
+        | {
+            "layer_types": ["full_attention"]
+            + ["sliding_attention"] * 3
+            + ["sliding_attention", "full_attention"]
+        },
+        MTP | {"num_speculative_tokens": 2},
+        None,
+    ),
+    "longcat mtp": (
+        own("longcat_flash_ngram", model_type="longcat_flash", architectures=["LongcatFlashForCausalLM"])
+        | {"num_layers": 2, "zero_expert_num": 1, "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+        MTP | {"num_speculative_tokens": 1},
+        None,
+    ),
+    "glm5_next mtp": (
+        own("glm5_next", text_config=own("glm5_next")["text_config"] | {"num_nextn_predict_layers": 1}),
+        MTP | {"num_speculative_tokens": 1},
+        None,
+    ),
+    "glm4-moe-lite mtp": (
+        c("Glm4MoeLiteForCausalLM", "glm4_moe_lite", DS, num_nextn_predict_layers=1),
+        MTP | {"num_speculative_tokens": 1},
+        None,
+    ),
+    "exaone-moe mtp": (
+        c("ExaoneMoEForCausalLM", "exaone_moe", KV, MOE, head_dim=64, num_nextn_predict_layers=1)
+        | {"sliding_window": 128, "sliding_window_pattern": "LLLG", "is_moe_layer": [False, True, True, True]}
+        | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "scoring_func": "sigmoid"},
+        MTP | {"num_speculative_tokens": 1},
+        None,
+    ),
+    "mimo-v2 mtp": (
+        c("MiMoV2FlashForCausalLM", "mimo_v2_flash", KV, head_dim=192, v_head_dim=128)
+        | {
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 192,
+            "swa_v_head_dim": 128,
+        }
+        | {"hybrid_layer_pattern": [0, 1, 1, 1], "sliding_window": 128, "sliding_window_size": 128}
+        | {"moe_layer_freq": [0, 1, 1, 1], "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+        | {"topk_group": 1, "moe_intermediate_size": 128, "layernorm_epsilon": 1e-5, "attention_bias": False}
+        | {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+        },
+        MTP | {"num_speculative_tokens": 1},
+        None,
+    ),
+    "nemotron-h mtp": (
+        c("NemotronHForCausalLM", "nemotron_h", KV, head_dim=64, num_nextn_predict_layers=1)
+        | {"hybrid_override_pattern": "M-M*M-M*", "num_hidden_layers": 8, "mtp_hybrid_override_pattern": "*E"}
+        | {
+            "mamba_num_heads": 16,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+        }
+        | {
+            "layer_norm_epsilon": 1e-5,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+        }
+        | {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 128, "mlp_hidden_act": "relu2"}
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_bias": False,
+        },
+        MTP | {"num_speculative_tokens": 1},
+        None,
     ),
 }

@@ -5,6 +5,7 @@ python from_drafts.py OUT.jsonl [name ...]
 
 from ask import *
 from drafts import DRAFTS
+from vllm.config import replace as overlaid
 
 
 def folder_of(config):
@@ -12,10 +13,6 @@ def folder_of(config):
     with open(folder + "/config.json", "w") as f:
         json.dump(config, f)
     return folder
-
-
-def draft_prefix(method):
-    return "draft_model" if method == "draft_model" else ""
 
 
 def both(config, speculative, draft, **options):
@@ -35,7 +32,11 @@ def both(config, speculative, draft, **options):
         with set_default_torch_dtype(vc.model_config.dtype), torch.device("meta"), Meta():
             model = initialize_model(vc)
             drafting = spec.apply_draft_overrides(vc) if hasattr(spec, "apply_draft_overrides") else vc
-            initialize_model(drafting, model_config=spec.draft_model_config, prefix=draft_prefix(spec.method))
+            if spec.method == "draft_model":
+                drafting = overlaid(vc, model_config=spec.draft_model_config, quant_config=None)
+                initialize_model(drafting, prefix="draft_model")
+            else:
+                initialize_model(drafting, model_config=spec.draft_model_config)
     Card.update_block_size_for_backend(vc)
     with set_current_vllm_config(vc):
         found = get_kv_cache_spec(vc)
