@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout import dump, text
+from decodebench.layout.card_memory import CardMemory
 from decodebench.layout.compare import compare_rows, facts
 from decodebench.layout.placement import LayoutRefused
 from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memories, prepare
@@ -110,9 +112,9 @@ def _length(text: str) -> int | str:
     return "auto" if text in ("auto", "-1") else int(text)
 
 
-def plan_command(arguments: argparse.Namespace) -> int:
-    """Print the layout of a model's cache; 0, or 2 where a layout to be shown is refused."""
-    options = {
+def options_of(arguments: argparse.Namespace) -> dict:
+    """The arguments that are options of ``plan``, by their names."""
+    return {
         name: getattr(arguments, name)
         for name in (
             "dtype",
@@ -138,10 +140,20 @@ def plan_command(arguments: argparse.Namespace) -> int:
         "hybrid_kv_cache_manager": not arguments.disable_hybrid_kv_cache_manager,
         "memory_order": arguments.kv_cache_layout,
     }
+
+
+def plan_command(arguments: argparse.Namespace, cards: Sequence[CardMemory] = ()) -> int:
+    """Print the layout of a model's cache; 0, or 2 where a layout to be shown is refused.
+
+    ``cards``: what the memory was made of, where it was not given as such.
+    """
+    options = options_of(arguments)
     memories = arguments.memory or [DEFAULT_MEMORY]
     budgets = [parse_memories(memory) for memory in memories]
     CacheOptions.of(options | {"block_size": arguments.block_size})
     model = load_model(arguments.model)
+    if not arguments.json and (arguments.compare or arguments.compare_engines):
+        _tell(cards)
     if arguments.compare:
         for budget in budgets:
             rows = compare_rows(
@@ -157,12 +169,23 @@ def plan_command(arguments: argparse.Namespace) -> int:
             print(json.dumps(engines, indent=1) if arguments.json else _side_by_side(engines))
         return 0
     if arguments.json:
-        print(json.dumps(_json_case(model, budgets, arguments, options), indent=1))
+        found = _json_case(model, budgets, arguments, options)
+        if cards:
+            found["card_memory"] = [asdict(rank) | {"cache": rank.cache} for rank in cards]
+        print(json.dumps(found, indent=1))
         return 0
     grouped = prepare(model, arguments.block_size, arguments.grouping, **options)
+    _tell(cards)
     for budget in budgets:
         print(layout_for(grouped, budget))
     return 0
+
+
+def _tell(cards: Sequence[CardMemory]) -> None:
+    """The arithmetic of each rank's memory, once where all are alike."""
+    alike = len(set(cards)) == 1
+    for number, rank in enumerate(cards[:1] if alike else cards):
+        print(f"{'' if alike else f'rank {number}: '}{rank}")
 
 
 def engine_rows(
