@@ -19,6 +19,7 @@ _HOME = {
     "CacheOptions": "models.options",
     "plan": "layout.plan",
     "compare": "layout.compare",
+    "card_memory": "forecast.card_memory",
     "machine": "forecast.machines",
     "list_machines": "forecast.machines",
     "bound": "forecast.bound",

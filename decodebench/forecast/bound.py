@@ -19,7 +19,7 @@ from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
-from decodebench.forecast.quantization import Format, formats
+from decodebench.forecast.quantization import Format, formats, resident_bytes
 from decodebench.forecast.weights import fields_of, not_exact, tensors, tied_head, width_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
@@ -489,11 +489,8 @@ class Prepared:
 
     def _resident(self, part: Part) -> float:
         """Bytes of a part's weights on one rank, all stages together."""
-        size = self.formats[part.role].bits / 8
-        if part.role == "experts":
-            # data parallel replicas share their experts: each holds a part of them
-            return part.params * size / (self.tensor_parallel_size * self.data_parallel_size)
-        return part.per_rank(self.tensor_parallel_size) * size
+        number = self.formats[part.role]
+        return resident_bytes(part, number, self.tensor_parallel_size, self.data_parallel_size)
 
     def _touched(self, part: Part, tokens: float) -> float:
         """Routed experts of a layer that the tokens of all replicas use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import lcm
 
 from decodebench.layout.grouping import KVCacheGroupSpec
@@ -244,7 +244,9 @@ def log_lines(layout: Placed) -> list[str]:
                 f"Padding mamba page size by {percent:.2f}% "
                 "to ensure that mamba page size and attention page size are exactly equal."
             )
-    for padding, layers in padding_layers(layout.groups) if layout.grouping in ("auto", "hybrid") else ():
+    for padding, layers in (
+        padding_layers(whole_groups(layout)) if layout.grouping in ("auto", "hybrid") else ()
+    ):
         lines.append(
             f"Add {padding} padding layers, may waste at most {padding / layers * 100:.2f}% KV cache memory"
         )
@@ -254,6 +256,20 @@ def log_lines(layout: Placed) -> list[str]:
         f"Maximum concurrency for {c.length:,} tokens per request: {c.concurrency:.2f}x"
     )
     return lines
+
+
+def whole_groups(layout: Placed) -> Sequence[KVCacheGroupSpec]:
+    """The groups with the layers of all stages of a pipeline."""
+    if not layout.stages:
+        return layout.groups
+    return [
+        replace(
+            parts[0],
+            layer_names=tuple(name for part in parts for name in part.layer_names),
+            layer_specs=tuple(spec for part in parts for spec in part.layer_specs),
+        )
+        for parts in zip(*(stage.groups for stage in layout.stages))
+    ]
 
 
 def padding_layers(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[int, int]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout import dump, text
+from decodebench.layout.card_memory import CardMemory
 from decodebench.layout.compare import compare_rows, facts
 from decodebench.layout.placement import LayoutRefused
-from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memory, prepare
+from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memories, prepare
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.engines import ENGINES, NEWEST
 from decodebench.models.load import load_model
@@ -34,7 +37,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         action="append",
         metavar="BYTES",
-        help="bytes or a number with a unit (8GiB); may be repeated",
+        help="bytes or a number with a unit (8GiB) of a rank's cache; may be repeated for several plans; "
+        "8GiB,7GiB: of several ranks, whose smallest pool counts",
     )
     add(
         "--block-size", type=int, metavar="TOKENS", help="tokens a block; the grain where states make it grow"
@@ -69,6 +73,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-layers", type=int, default=0, metavar="LAYERS", help="full-attention layers of a draft model"
     )
     add(
+        "--draft-config",
+        metavar="CONFIG",
+        help="the drafter: name, path or fields (JSON) of its config, or mtp for the model's own layers",
+    )
+    add("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="STAGES")
+    add("--pp-layer-partition", metavar="N,N…", help="decoder layers of each stage (VLLM_PP_LAYER_PARTITION)")
+    add(
         "--kv-cache-layout",
         choices=MEMORY_ORDERS,
         help="dimensions from the outermost in; default: vLLM's choice",
@@ -101,9 +112,9 @@ def _length(text: str) -> int | str:
     return "auto" if text in ("auto", "-1") else int(text)
 
 
-def plan_command(arguments: argparse.Namespace) -> int:
-    """Print the layout of a model's cache; 0, or 2 where a layout to be shown is refused."""
-    options = {
+def options_of(arguments: argparse.Namespace) -> dict:
+    """The arguments that are options of ``plan``, by their names."""
+    return {
         name: getattr(arguments, name)
         for name in (
             "dtype",
@@ -118,6 +129,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
             "mamba_ssm_cache_dtype",
             "num_speculative_tokens",
             "draft_layers",
+            "draft_config",
+            "pipeline_parallel_size",
+            "pp_layer_partition",
             "kernel_block_size",
             "device",
             "engine",
@@ -126,10 +140,20 @@ def plan_command(arguments: argparse.Namespace) -> int:
         "hybrid_kv_cache_manager": not arguments.disable_hybrid_kv_cache_manager,
         "memory_order": arguments.kv_cache_layout,
     }
+
+
+def plan_command(arguments: argparse.Namespace, cards: Sequence[CardMemory] = ()) -> int:
+    """Print the layout of a model's cache; 0, or 2 where a layout to be shown is refused.
+
+    ``cards``: what the memory was made of, where it was not given as such.
+    """
+    options = options_of(arguments)
     memories = arguments.memory or [DEFAULT_MEMORY]
-    budgets = [parse_memory(memory) for memory in memories]
+    budgets = [parse_memories(memory) for memory in memories]
     CacheOptions.of(options | {"block_size": arguments.block_size})
     model = load_model(arguments.model)
+    if not arguments.json and (arguments.compare or arguments.compare_engines):
+        _tell(cards)
     if arguments.compare:
         for budget in budgets:
             rows = compare_rows(
@@ -145,16 +169,27 @@ def plan_command(arguments: argparse.Namespace) -> int:
             print(json.dumps(engines, indent=1) if arguments.json else _side_by_side(engines))
         return 0
     if arguments.json:
-        print(json.dumps(_json_case(model, budgets, arguments, options), indent=1))
+        found = _json_case(model, budgets, arguments, options)
+        if cards:
+            found["card_memory"] = [asdict(rank) | {"cache": rank.cache} for rank in cards]
+        print(json.dumps(found, indent=1))
         return 0
     grouped = prepare(model, arguments.block_size, arguments.grouping, **options)
+    _tell(cards)
     for budget in budgets:
         print(layout_for(grouped, budget))
     return 0
 
 
+def _tell(cards: Sequence[CardMemory]) -> None:
+    """The arithmetic of each rank's memory, once where all are alike."""
+    alike = len(set(cards)) == 1
+    for number, rank in enumerate(cards[:1] if alike else cards):
+        print(f"{'' if alike else f'rank {number}: '}{rank}")
+
+
 def engine_rows(
-    model: Model, memory: int, block_size: int | None, grouping: str, options: dict
+    model: Model, memory: Sequence[int], block_size: int | None, grouping: str, options: dict
 ) -> list[dict]:
     """One row of numbers a known release, for the same model, memory and options."""
     rows = []
@@ -190,7 +225,9 @@ def _side_by_side(rows: list[dict]) -> str:
     return "\n".join([*columns([list(ENGINE_COLUMNS.values()), *cells]), last])
 
 
-def _json_case(model: Model, budgets: list[int], arguments: argparse.Namespace, options: dict) -> dict:
+def _json_case(
+    model: Model, budgets: list[tuple[int, ...]], arguments: argparse.Namespace, options: dict
+) -> dict:
     """The case of an engine's dump; what an engine would refuse is an entry of it."""
     try:
         grouped = prepare(model, arguments.block_size, arguments.grouping, **options)

@@ -9,7 +9,7 @@ from decodebench.errors import DecodebenchError, MissingExtra
 from decodebench.layout.grouping import strategy
 from decodebench.layout.layout import Layout
 from decodebench.layout.placement import LayoutRefused
-from decodebench.layout.plan import DEFAULT_MEMORY, are_specs, parse_memory, plan
+from decodebench.layout.plan import DEFAULT_MEMORY, are_specs, parse_memories, plan
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions, with_options
@@ -24,7 +24,7 @@ COMPARED = ("hybrid", "packed", "promoted", "separate", "fixed(2)", "fixed(4)", 
 @with_options
 def compare(
     model: Model | str | Mapping,
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str | Sequence[int | str] = DEFAULT_MEMORY,
     strategies: Sequence[str] = COMPARED,
     length: int | None = None,
     block_size: int | None = None,
@@ -45,14 +45,14 @@ def compare(
 
 def compare_rows(
     model: Model | str | Mapping,
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str | Sequence[int | str] = DEFAULT_MEMORY,
     strategies: Sequence[str] = COMPARED,
     length: int | None = None,
     block_size: int | None = None,
     **options,
 ) -> list[dict]:
     """``compare`` without pandas; raises where the model itself is bad, not where a strategy refuses it."""
-    parse_memory(memory)
+    parse_memories(memory)
     CacheOptions.of(options | {"block_size": block_size})
     model = model if are_specs(model) else load_model(model)
     if length is not None and length < 1:

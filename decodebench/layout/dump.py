@@ -17,7 +17,7 @@ def refusal(error: Exception) -> dict:
     return {"type": type(error).__name__, "message": str(error)}
 
 
-def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
+def case(layouts: Mapping[int | tuple[int, ...], Placed | dict], grouped: Grouped) -> dict:
     """One case: options, resolved sizes, groups, and for each budget the layout or why it was refused.
 
     ``grouped``: what was planned ; ``layouts``: budget → layout or refusal.
@@ -25,6 +25,7 @@ def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
     return {
         "model": grouped.model.name if grouped.model else None,
         "reading": reading_dict(grouped),
+        "drafter": drafter_dict(grouped),
         "options": options_dict(grouped),
         "resolved": resolved_dict(grouped),
         "groups": [
@@ -32,9 +33,14 @@ def case(layouts: Mapping[int, Placed | dict], grouped: Grouped) -> dict:
             for group, count in zip(grouped.groups, grouped.blocks_per_request())
         ],
         "bytes_per_block": grouped.bytes_per_block(),
-        "memory": {str(b): memory_dict(x) if not isinstance(x, dict) else x for b, x in layouts.items()},
-        "ceilings": {str(b): asdict(ceilings(x)) for b, x in layouts.items() if not isinstance(x, dict)},
+        "memory": {_key(b): memory_dict(x) if not isinstance(x, dict) else x for b, x in layouts.items()},
+        "ceilings": {_key(b): asdict(ceilings(x)) for b, x in layouts.items() if not isinstance(x, dict)},
     }
+
+
+def _key(budget: int | tuple[int, ...]) -> str:
+    """Bytes as a key; those of several ranks with commas between them."""
+    return str(budget) if isinstance(budget, int) else ",".join(map(str, budget))
 
 
 def reading_dict(grouped: Grouped) -> dict | None:
@@ -48,6 +54,14 @@ def reading_dict(grouped: Grouped) -> dict | None:
         "unread_fields": list(model.unread_fields),
         "note": model.reading,
     }
+
+
+def drafter_dict(grouped: Grouped) -> dict | None:
+    """What drafts: its name and its layers; None where nothing does, or copies of the model's own."""
+    model = grouped.model
+    if model is None or not model.drafter:
+        return None
+    return {"name": model.drafter_name, "layers": [layer.name for layer in model.drafter]}
 
 
 def options_dict(grouped: Grouped) -> dict:
@@ -89,13 +103,25 @@ def resolved_dict(grouped: Grouped) -> dict:
 def memory_dict(layout: Placed) -> dict:
     """What one budget gives: blocks, concurrency, tokens, and where each tensor lies."""
     c = capacity(layout)
-    return {
+    found = {
         "num_blocks": layout.num_blocks if len(layout.pool_num_blocks) == 1 else list(layout.pool_num_blocks),
         "max_concurrency": c.concurrency,
         "capacity_tokens": c.tokens,
         "needs_kv_cache_zeroing": layout.needs_kv_cache_zeroing,
         "tensors": [asdict(tensor) | {"layers": list(tensor.layers)} for tensor in layout.tensors],
     }
+    if layout.stages:
+        found["stages"] = [
+            {
+                "stage": stage.stage,
+                "groups": [list(group.layer_names) for group in stage.groups],
+                "bytes_per_block": stage.bytes_per_block(),
+                "memory": stage.budget,
+                "tensors": [asdict(tensor) | {"layers": list(tensor.layers)} for tensor in stage.tensors],
+            }
+            for stage in layout.stages
+        ]
+    return found
 
 
 def group_dict(group: KVCacheGroupSpec, blocks: int, grouped: Grouped) -> dict:

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 
 from decodebench.errors import DecodebenchError
-from decodebench.models.specs import CircularBufferSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec, cdiv
+from decodebench.models.specs import (
+    CircularBufferSpec,
+    HiddenStateCacheSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    cdiv,
+)
 from decodebench.words import some
 
 Specs = Mapping[str, KVCacheSpec]
@@ -114,9 +122,52 @@ def auto(
     """
     if not hybrid_manager:
         specs = promote(specs)
+    hidden = {name: spec for name, spec in specs.items() if spec.kind == HiddenStateCacheSpec.kind}
+    if hidden and single_group(specs) is None:
+        return _with_hidden_states(specs, hidden, block_outermost)
     if block_outermost and len({spec.page_size_bytes for spec in specs.values()}) > 1:
         return packed(specs)
     return hybrid(specs)
+
+
+def _with_hidden_states(specs: Specs, hidden: Specs, block_outermost: bool) -> tuple[KVCacheGroupSpec, ...]:
+    """A group for every layer of hidden states, behind those of all other layers.
+
+    In layer-outermost memory their pages are padded to the common page, and where that page holds no
+    token's states all blocks grow until it does.
+    """
+    others = {name: spec for name, spec in specs.items() if name not in hidden}
+    if block_outermost and len({spec.page_size_bytes for spec in others.values()}) > 1:
+        return (*packed(others), *(merged_group({name: spec}) for name, spec in hidden.items()))
+    groups = _equal_pages(others)
+    page = groups[0].kv_cache_spec.page_size_bytes
+    token = max(spec.bytes_per_token_slot for spec in hidden.values())
+    if token > page:
+        groups = tuple(_scaled(group, cdiv(token, page)) for group in groups)
+        page = groups[0].kv_cache_spec.page_size_bytes
+    common = gcd(*(group.block_size for group in groups))
+    for name, spec in hidden.items():
+        most = max(1, page // spec.bytes_per_token_slot)
+        block = next(n for n in range(min(common, most), 0, -1) if common % n == 0)
+        aligned = replace(spec, block_size=block, page_size_padded=page)
+        groups = (*groups, merged_group({name: aligned}))
+    return groups
+
+
+def _scaled(group: KVCacheGroupSpec, factor: int) -> KVCacheGroupSpec:
+    """The group with blocks of ``factor`` times as many tokens, padded pages grown alike."""
+
+    def grown(spec: KVCacheSpec) -> KVCacheSpec:
+        padded = spec.page_size_padded
+        return replace(
+            spec,
+            block_size=spec.block_size * factor,
+            page_size_padded=None if padded is None else padded * factor,
+        )
+
+    return replace(
+        group, layer_specs=tuple(map(grown, group.layer_specs)), kv_cache_spec=grown(group.kv_cache_spec)
+    )
 
 
 def hybrid(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
@@ -124,11 +175,16 @@ def hybrid(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
     if (single := single_group(specs)) is not None:
         return single
     try:
-        unified = unify_pages(specs)
+        return _equal_pages(specs)
     except GroupingRefused:
         if (fallback := _full_allocation(specs)) is None:
             raise
         return fallback
+
+
+def _equal_pages(specs: Specs) -> tuple[KVCacheGroupSpec, ...]:
+    """Groups of equally many layers whose pages were made equal."""
+    unified = unify_pages(specs)
     buckets = mergeable_buckets(unified)
     return _dealt(unified, buckets, hybrid_group_size([len(bucket) for bucket in buckets]))
 

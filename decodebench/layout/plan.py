@@ -16,6 +16,8 @@ from decodebench.layout.placement import (
     place,
 )
 from decodebench.layout.records import Grouped
+from decodebench.layout.stages import memory_of_stages, stages_of
+from decodebench.models.drafters import with_drafter
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions, with_options
@@ -46,10 +48,20 @@ def parse_memory(memory: int | str) -> int:
     return exact
 
 
+def parse_memories(memory: int | str | Sequence[int | str]) -> tuple[int, ...]:
+    """Bytes of each rank: a list, or a text with commas; a single memory is every rank's."""
+    if isinstance(memory, str):
+        memory = memory.split(",")
+    found = tuple(map(parse_memory, memory)) if isinstance(memory, Sequence) else (parse_memory(memory),)
+    if not found:
+        raise LayoutRefused("memory is an empty list: bytes of at least one rank are expected")
+    return found
+
+
 @with_options
 def plan(
     model: Model | str | Mapping,
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str | Sequence[int | str] = DEFAULT_MEMORY,
     block_size: int | None = None,
     grouping: str = "auto",
     **options,
@@ -57,14 +69,15 @@ def plan(
     """The cache layout that vLLM 0.32 would make of this model and memory, or that of another grouping.
 
     ``model``: a name, a path of a config.json, its fields, a ``Model``, or specs by hand
-    (layer → ``KVCacheSpec``, in registration order). ``grouping``: ``auto`` (vLLM's own choice)
-    or a strategy of ``grouping.STRATEGIES``. ``options``: see ``CacheOptions``.
+    (layer → ``KVCacheSpec``, in registration order). ``memory``: bytes of one rank's cache; of several
+    ranks a list, or a text such as ``8GiB,7GiB``, of which the smallest pool counts. ``grouping``:
+    ``auto`` (vLLM's own choice) or a strategy of ``grouping.STRATEGIES``. ``options``: see ``CacheOptions``.
 
     Raises ``LayoutRefused`` where no request of the maximum length fits (with the length that
     does), and other ``DecodebenchError`` where model or options are bad.
     """
-    budget = parse_memory(memory)
-    return layout_for(prepare(model, block_size, grouping, **options), budget)
+    budgets = parse_memories(memory)
+    return layout_for(prepare(model, block_size, grouping, **options), budgets)
 
 
 def prepare(
@@ -76,11 +89,13 @@ def prepare(
     if are_specs(model):
         assert isinstance(model, Mapping)
         specs, known, resolved, length = dict(model), None, None, opts.max_model_len
+        if opts.draft_config is not None:
+            raise LayoutRefused("draft_config beside specs by hand: add the drafter's specs to the others")
         if not isinstance(length, int):
             raise LayoutRefused("specs by hand say nothing about lengths: give max_model_len as a number")
         order = opts.memory_order or (how[0].memory_order if how else None) or "LBNHC"
     else:
-        known = load_model(model)
+        known, opts = with_drafter(load_model(model), opts)
         resolved = known.resolve(opts, aligned=how is None or how[0].aligned)
         specs = known.specs(resolved, opts)
         length = resolved.max_model_len
@@ -114,8 +129,12 @@ def are_specs(model: object) -> bool:
     )
 
 
-def layout_for(grouped: Grouped, budget: int) -> Layout:
-    """The layout of grouped layers in a budget of bytes; raises ``LayoutRefused`` as ``plan`` does."""
+def layout_for(grouped: Grouped, budget: int | Sequence[int]) -> Layout:
+    """The layout of grouped layers in a budget of bytes; raises ``LayoutRefused`` as ``plan`` does.
+
+    Of several ranks' budgets the smallest pool counts. In a pipeline it is the layout of the stage that
+    holds the fewest blocks; ``stages`` has all of them.
+    """
     for group in grouped.groups:
         for name, spec in zip(group.layer_names, group.layer_specs):
             if spec.block_size % spec.tokens_per_state:
@@ -123,8 +142,21 @@ def layout_for(grouped: Grouped, budget: int) -> Layout:
                     f"layer {name}: a block of {spec.block_size} tokens does not hold whole entries of "
                     f"{spec.tokens_per_state} tokens: give a block size that is a multiple of it"
                 )
-    grouped = _fitted(grouped, budget)
-    counts = split_memory(grouped, budget)
+    options = grouped.options or CacheOptions()
+    budgets = memory_of_stages((budget,) if isinstance(budget, int) else budget, options)
+    stages = [_fitted(*stage) for stage in zip(stages_of(grouped), budgets)]
+    length = min(stage.max_model_len for stage in stages)
+    stages = [replace(stage, max_model_len=length) for stage in stages]
+    own = [split_memory(*stage) for stage in zip(stages, budgets)]
+    counts = tuple(map(min, zip(*own)))
+    layouts = [_placed(stage, counts, room) for stage, room in zip(stages, budgets)]
+    if len(layouts) == 1:
+        return layouts[0]
+    scarcest = min(range(len(own)), key=own.__getitem__)
+    return replace(layouts[scarcest], stages=tuple(layouts))
+
+
+def _placed(grouped: Grouped, counts: tuple[int, ...], budget: int) -> Layout:
     return build(
         grouped.groups,
         counts,
@@ -134,6 +166,7 @@ def layout_for(grouped: Grouped, budget: int) -> Layout:
         decode_context_parallel_size=grouped.decode_context_parallel_size,
         budget=budget,
         grouping=grouped.grouping,
+        stage=grouped.stage,
         model=grouped.model,
         options=grouped.options,
         resolved=grouped.resolved,
@@ -159,9 +192,10 @@ def _fitted(grouped: Grouped, budget: int) -> Grouped:
     if grouped.options is not None and grouped.options.max_model_len == "auto" and fits:
         return replace(grouped, max_model_len=fits)
     advice = f'max_model_len = {fits} would fit, and "auto" finds it' if fits else "not even one token fits"
+    where = "" if grouped.stage == 0 else f" (stage {grouped.stage} of the pipeline)"
     raise LayoutRefused(
         f"one request of {length} tokens needs {_gib(needed(length))} beside the null block, and "
-        f"{_gib(usable)} are there: {advice}; give more memory or a shorter max_model_len",
+        f"{_gib(usable)} are there{where}: {advice}; give more memory or a shorter max_model_len",
         fits or None,
     )
 
@@ -181,7 +215,7 @@ def pool_bytes(grouped: Grouped, length: int) -> list[int]:
     ]
 
 
-def auto_fit(grouped: Grouped, budget: int) -> dict:
+def auto_fit(grouped: Grouped, budget: int | Sequence[int]) -> dict:
     """The length that fits where the one asked for does not, and the blocks it is served with."""
     options = grouped.options or CacheOptions()
     longest = replace(grouped, options=replace(options, max_model_len="auto"))

@@ -28,6 +28,8 @@ class Grouped:
     decode_context_parallel_size: int = 1
     #: the strategy that made the groups
     grouping: str = "auto"
+    #: the pipeline stage whose layers these are; a group none of whose layers it has still counts blocks
+    stage: int = 0
     #: what it was planned from; None where it was made by hand
     model: Model | None = None
     options: CacheOptions | None = None
@@ -98,6 +100,8 @@ class Placed(Grouped):
     budget: int = 0
     #: whether the engine zeroes the blocks it hands out (state layers, mixed precision)
     needs_kv_cache_zeroing: bool = False
+    #: of a pipeline every stage's layout, in order; this one is that of the stage that holds the fewest blocks
+    stages: tuple[Placed, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -131,4 +135,4 @@ class Placed(Grouped):
                 "and one to use"
             )
         tensors, size = place(self.groups, counts, self.memory_order)
-        return replace(self, tensors=tensors, pool_num_blocks=counts, size=size, budget=size)
+        return replace(self, tensors=tensors, pool_num_blocks=counts, size=size, budget=size, stages=())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from decodebench.layout.capacity import capacity, ceilings, log_lines, waste
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
+from decodebench.models.drafters import drafter_text
 from decodebench.words import columns
 
 COLUMNS = ("group", "kind", "layers", "block", "page", "padding", "blocks/request", "first layer")
@@ -25,7 +26,7 @@ def rows(layout: Placed) -> list[tuple[str, ...]]:
             pages(group),
             padding(group),
             f"{blocks[g]:,}",
-            group.layer_names[0],
+            group.layer_names[0] if group.layer_names else "– (none on this stage)",
         )
         for g, group in enumerate(layout.groups)
     ]
@@ -34,12 +35,14 @@ def rows(layout: Placed) -> list[tuple[str, ...]]:
 def pages(group: KVCacheGroupSpec) -> str:
     """Page sizes of a group in bytes, the first three where they are mixed."""
     sizes = list(dict.fromkeys(spec.page_size_bytes for spec in group.layer_specs))
-    return " + ".join(f"{size:,}" for size in sizes[:3]) + (" …" if len(sizes) > 3 else "")
+    return " + ".join(f"{size:,}" for size in sizes[:3]) + (" …" if len(sizes) > 3 else "") or "–"
 
 
 def padding(group: KVCacheGroupSpec) -> str:
     """What padding adds to a group's pages, as a share of their content."""
     content = sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
+    if not content:
+        return "–"
     return f"{group.bytes_per_block / content - 1:.2%}" if group.bytes_per_block > content else "–"
 
 
@@ -66,6 +69,9 @@ def notes(layout: Placed) -> list[str]:
     """What the figures rest on, and what an engine would stumble over only when it starts its kernels."""
     r, o = layout.resolved, layout.options
     found = [f"note: {layout.model.reading}"] if layout.model and layout.model.reading else []
+    found += stages_text(layout)
+    if layout.model and o is not None and (drafting := drafter_text(layout.model, o)):
+        found.append(drafting)
     if r is not None and o is not None:
         found.append(
             f"kernels and defaults of {r.device}; {o.max_num_batched_tokens:,} batched tokens, "
@@ -78,6 +84,28 @@ def notes(layout: Placed) -> list[str]:
         "is no multiple of that, and an engine may refuse it when it starts"
     )
     return found
+
+
+def stages_text(layout: Placed) -> list[str]:
+    """Of a pipeline a line a stage, and which of them decides how many blocks there are."""
+    if not layout.stages:
+        return []
+    lines = [
+        f"pipeline of {len(layout.stages)} stages, one pool: stage {layout.stage} holds the fewest blocks and "
+        "decides; groups are made of all layers together, the figures of groups and pages are that stage's"
+    ]
+    for stage in layout.stages:
+        held = ", ".join(
+            f"group {g}: {len(group.layer_names)}"
+            for g, group in enumerate(stage.groups)
+            if group.layer_names
+        )
+        lines.append(
+            f"stage {stage.stage}: {len(stage.layer_names)} caches ({held}), "
+            f"{stage.bytes_per_block():,} bytes a block, {stage.budget // stage.bytes_per_block():,} blocks would "
+            f"fit {stage.budget / 2**30:.2f} GiB"
+        )
+    return lines
 
 
 def summary(layout: Placed) -> str:
@@ -130,14 +158,15 @@ COMPARISON = {
 }
 
 
-def comparison(name: str, budget: int, compared: list[dict]) -> str:
+def comparison(name: str, budgets: Sequence[int], compared: list[dict]) -> str:
     """Strategies side by side, and below them why some are refused."""
     table = [list(COMPARISON.values())]
     for row in compared:
         if row["status"] == "ok":
             table.append([_cell(column, row[column]) for column in COMPARISON])
     length = next((row["length"] for row in compared if row["status"] == "ok"), 0)
-    lines = [f"{name} in {budget / 2**30:.2f} GiB, requests of {length:,} tokens", "", *columns(table)]
+    room = " + ".join(f"{budget / 2**30:.2f}" for budget in budgets)
+    lines = [f"{name} in {room} GiB, requests of {length:,} tokens", "", *columns(table)]
     reading = next((row["reading"] for row in compared if row.get("reading")), None)
     lines += [f"note: {reading}"] if reading else []
     refused = [row for row in compared if row["status"] != "ok"]

@@ -16,6 +16,7 @@ from decodebench.models.specs import (
     CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -307,6 +308,24 @@ class ConvolutionWindowLayer:
 
 
 @dataclass(frozen=True)
+class HiddenStatesLayer:
+    """Hidden states of ``count`` layers, ``width`` values each, kept for every token in the model's dtype."""
+
+    mixer: ClassVar[str] = "hidden_states"
+    name: str
+    count: int
+    width: int
+
+    def query_heads(self, tp: int = 1) -> int:
+        return 1
+
+    def spec(self, r: Resolved) -> KVCacheSpec:
+        return HiddenStateCacheSpec(
+            block_size=r.block_size, num_kv_heads=self.count, head_size=self.width, dtype=r.dtype
+        )
+
+
+@dataclass(frozen=True)
 class StateLayer:
     """A recurrent state. ``mixer``: mamba1, mamba2, gdn, kda, short_conv or linear.
 
@@ -376,7 +395,7 @@ class StateLayer:
                 or (
                     self.exported
                     and DEVICES[r.device].exports_states
-                    and rule("delta_checkpoint_blocks", r.engine)
+                    and (self.mixer == "kda" or rule("delta_checkpoint_blocks", r.engine))
                 )
             ),
             tp_replicated=self.replicated,

@@ -158,6 +158,7 @@ def read_model(config: Mapping, name: str) -> Model:
         memory_order=family.memory_order,
         attention_free=family.attention_free,
         unread_fields=unread_fields(f) if generic else (),
+        depth=decoder_depth(f, len(layers) // family.arguments.get("per_layer", 1), family),
         config=config,
         fields_used=tuple(sorted(f.used)),
         **lengths,
@@ -232,6 +233,25 @@ def text_config(outer: Fields) -> tuple[Fields, str]:
         fields = Fields(inner, f"{outer.source}, text_config")
         fields.used = outer.used
     return fields, prefix
+
+
+#: where configs say how many decoder layers there are
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_layers_per_stack")
+
+
+def decoder_depth(f: Fields, attending: int, family: Family) -> int:
+    """Decoder layers of the model, those that store nothing among them.
+
+    Of a pattern with a letter a layer (Nemotron-H) its length counts, whatever the other field says, and of
+    layers that attend twice (LongCat) half of what they store: ``attending``, which is all of it elsewhere.
+    """
+    if "per_layer" in family.arguments:
+        return attending
+    pattern = f.values.get("hybrid_override_pattern") or f.values.get("layers_block_type")
+    if isinstance(pattern, str | list):
+        return len(pattern)
+    found = next((f.values[name] for name in DEPTHS if isinstance(f.values.get(name), int)), None)
+    return found or attending
 
 
 def kernel_block_size(family: Family, layers: list[Layer]) -> int:

@@ -11,7 +11,7 @@ from decodebench.models.devices import DEVICES
 from decodebench.models.fields import ConfigError, Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.options import KV_CACHE_DTYPES, CacheOptions, OptionError
-from decodebench.models.specs import AttentionSpec, KVCacheSpec, cdiv
+from decodebench.models.specs import AttentionSpec, KVCacheSpec, SlidingWindowSpec, cdiv
 
 #: tokens that TurboQuant's and UltraQuant's kernels take at once
 QUANT_KERNEL_TOKENS = 32
@@ -57,6 +57,13 @@ class Model:
     attention_free: bool = False
     #: fields that were not read and whose names speak of a cache; only a generic reading has any
     unread_fields: tuple[str, ...] = ()
+    #: decoder layers, those that store nothing among them
+    depth: int = 0
+    #: layers of the drafter, and what they are, where one was read (``models/drafters.py``)
+    drafter: tuple[Layer, ...] = ()
+    drafter_name: str = ""
+    #: tokens before a window that a chain of drafting layers keeps as well
+    extra_retained_tokens: int = 0
     #: the parsed config.json that it was read from
     config: Mapping = field(default_factory=dict, repr=False, compare=False)
     #: the config.json's fields that shaped the layers
@@ -103,13 +110,26 @@ class Model:
 
     def specs(self, resolved: Resolved, options: CacheOptions) -> dict[str, KVCacheSpec]:
         """The specs for options that are resolved already."""
-        return {layer.name: layer.spec(resolved) for layer in self.layers + self.draft(options)}
+        found = {layer.name: layer.spec(resolved) for layer in self.layers + self.draft(options)}
+        if self.extra_retained_tokens == 0:
+            return found
+        kept = self.extra_retained_tokens
+        return {
+            name: replace(spec, extra_retained_tokens=kept) if isinstance(spec, SlidingWindowSpec) else spec
+            for name, spec in found.items()
+        }
 
     def draft(self, options: CacheOptions) -> tuple[Layer, ...]:
-        """Layers of a draft model, shaped like the model's own full attention."""
+        """Layers of a draft model: those that were read, or copies of the model's own full attention."""
+        if self.drafter:
+            return self.drafter
+        if options.draft_config is not None and not self.drafter_name:
+            raise OptionError(
+                "draft_config: the drafter is read where a layout is planned: use plan or prepare"
+            )
         if options.draft_layers == 0:
             return ()
-        like = next((layer for layer in self.layers if _is_full_attention(layer)), None)
+        like = next((layer for layer in self.layers if is_full_attention(layer)), None)
         if like is None:
             raise OptionError(
                 f"draft_layers = {options.draft_layers}: {self.name} has no full attention to copy"
@@ -249,6 +269,9 @@ class Model:
                 )
 
     def _layer(self, name: str) -> Layer:
+        drafted = next((layer for layer in self.drafter if layer.name == name), None)
+        if drafted is not None:
+            return drafted
         if name.startswith(DRAFT_ROOT):
             return self.draft(CacheOptions(draft_layers=1))[-1]
         if name not in self.layer:
@@ -258,7 +281,8 @@ class Model:
         return self.layer[name]
 
 
-def _is_full_attention(layer: Layer) -> bool:
+def is_full_attention(layer: Layer) -> bool:
+    """Whether the layer attends to all tokens before it, latent attention included."""
     if isinstance(layer, AttentionLayer):
         return not (layer.sliding_window or layer.attention_chunk_size or layer.cross)
     return isinstance(layer, LatentLayer)

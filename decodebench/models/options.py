@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from decodebench.errors import DecodebenchError
@@ -84,6 +84,12 @@ class CacheOptions:
     engine: str = NEWEST
     #: layers of a draft model that are shaped like the model's own full attention
     draft_layers: int = 0
+    #: the drafter: name, path or fields of its config.json; "mtp" for the layers that the model brings itself
+    draft_config: str | Mapping | None = None
+    #: stages of a pipeline; each holds decoder layers of its own
+    pipeline_parallel_size: int = 1
+    #: decoder layers of each stage, as "20,12" (``VLLM_PP_LAYER_PARTITION``); None: as evenly as vLLM does
+    pp_layer_partition: str | None = None
     #: the card whose kernels and defaults are assumed
     device: str = DEFAULT_DEVICE
 
@@ -96,6 +102,7 @@ class CacheOptions:
             ("block_size", 1),
             ("tensor_parallel_size", 1),
             ("decode_context_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
             ("max_num_batched_tokens", 1),
             ("kernel_block_size", 1),
             ("num_speculative_tokens", 0),
@@ -104,9 +111,13 @@ class CacheOptions:
             value = getattr(self, name)
             if value is None and name in ("block_size", "kernel_block_size"):
                 continue
-            most = MAX_LAYERS if name == "draft_layers" else 2**31 - 1
+            most = MAX_LAYERS if name in ("draft_layers", "pipeline_parallel_size") else 2**31 - 1
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise OptionError(f"{name} = {value!r}: an integer from {least} to {most} is expected")
+        if self.draft_layers and self.draft_config is not None:
+            raise OptionError(
+                "draft_layers and draft_config: one drafter is described in one way, give one of them"
+            )
         length = self.max_model_len
         if not (length is None or length == "auto" or (type(length) is int and length >= 1)):
             raise OptionError(f"max_model_len = {length!r}: a positive integer, None or 'auto' is expected")
@@ -124,9 +135,12 @@ class CacheOptions:
 
     @property
     def max_in_flight_tokens(self) -> int:
-        """Tokens scheduled but not settled: windows keep their blocks until a step is settled."""
+        """Tokens scheduled but not settled: windows keep their blocks until a step is settled.
+
+        A step is under way in every stage of a pipeline, and one more where the scheduler runs ahead.
+        """
         tokens = self.max_num_batched_tokens or DEVICES[self.device].batched_tokens
-        return tokens * (2 if self.async_scheduling else 1)
+        return tokens * (self.pipeline_parallel_size + self.async_scheduling)
 
     @classmethod
     def of(cls, options: dict) -> CacheOptions:

@@ -462,18 +462,32 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HiddenStateCacheSpec(MLAAttentionSpec):
+    """Hidden states of some layers for every token, kept for a connector that hands them out.
+
+    ``num_kv_heads`` counts the layers, ``head_size`` is the model's width. Such a layer has a group to itself
+    unless all layers make one group.
+    """
+
+    kind: ClassVar[str] = "hidden_states"
+    short: ClassVar[str] = "hidden states"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
     """Attention over the last ``sliding_window`` tokens, the current one included."""
 
     kind: ClassVar[str] = "sliding_window"
     short: ClassVar[str] = "window"
     sliding_window: int
+    #: tokens before the window that a chain of drafting layers keeps as well, though no step attends to them
+    extra_retained_tokens: int = 0
 
     def promoted(self, block_size: int | None) -> KVCacheSpec | None:
         return _as_full_attention(self, block_size, sliding_window=self.sliding_window)
 
     def engine_fields(self) -> dict[str, object]:
-        return super().engine_fields() | {"extra_retained_tokens": 0}
+        return super().engine_fields() | {"extra_retained_tokens": self.extra_retained_tokens}
 
     def __post_init__(self) -> None:
         if self.sliding_window < 1:
@@ -484,11 +498,17 @@ class SlidingWindowSpec(AttentionSpec):
         return isinstance(other, SlidingWindowSpec) and other.sliding_window == self.sliding_window
 
     def num_skipped_tokens(self, num_computed: int) -> int:
-        return max(0, num_computed - self.sliding_window + 1)
+        return max(0, num_computed - self.sliding_window + 1 - self.extra_retained_tokens)
+
+    def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
+        return _blocks_of(max(0, num_tokens - self.sliding_window), num_tokens - 1, tokens_per_block)
+
+    def visible(self, num_tokens: int, encoder_tokens: int | None = None) -> tuple[int, int]:
+        return max(0, num_tokens - self.sliding_window), num_tokens
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int, dcp: int = 1) -> int:
-        tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
-        return cdiv(tokens, self.block_size) + 1
+        held = self.sliding_window - 1 + self.extra_retained_tokens + max_in_flight_tokens
+        return cdiv(min(held, max_model_len), self.block_size) + 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,42 @@
 import signal
 import traceback
+from dataclasses import replace
 
-from card import *
+from card import *  # isort: skip
+import vllm.transformers_utils.config as tc
+from transformers import PreTrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+
+class Block(dict):
+    __getattr__ = dict.get
+
+
+def blocks(self, **kw):
+    kw.setdefault("hidden_act", "silu")
+    self.block_configs = [Block({k: Block(v) for k, v in b.items()}) for b in kw.pop("block_configs", [])]
+    PreTrainedConfig.__init__(self, **kw)
+
+
+def register(mt):
+    if mt and mt not in tc._CONFIG_REGISTRY and mt not in CONFIG_MAPPING:
+        tc._CONFIG_REGISTRY[mt] = type(
+            "AnyConfig",
+            (PreTrainedConfig,),
+            {
+                "model_type": mt,
+                "attribute_map": {
+                    "exaone": {"num_hidden_layers": "num_layers"},
+                    "telechat": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+                }.get(mt, {}),
+            },
+        )
+        if mt == "nemotron-nas":
+            tc._CONFIG_REGISTRY[mt].__init__ = blocks
 
 
 def architectures():
@@ -140,6 +174,10 @@ def ask(config, **options):
                 layout = resolve_kv_cache_layout(vc, [sup], list(found.values()))
             out["layout"] = layout.name
             WorkerBase.set_kv_cache_layout(types.SimpleNamespace(vllm_config=vc), layout.name)
+        retained = max(0, vc.num_prefill_lookahead_tokens - 1)
+        for name, spec in found.items():
+            if isinstance(spec, SlidingWindowSpec):
+                found[name] = replace(spec, extra_retained_tokens=retained)
         groups = kv_cache_utils.get_kv_cache_groups(vc, dict(found)) if found else []
         out["groups"] = [
             [
@@ -150,10 +188,36 @@ def ask(config, **options):
             ]
             for g in groups
         ]
-        pass
+        out["in_flight"] = vc.max_in_flight_tokens
+        register_all_kvcache_specs(vc)
+        if found:
+            out["memory"] = {str(MEMORY): memory(vc, [dict(found)], [MEMORY])}
     except Exception as e:
         out["groups_refused"] = f"{type(e).__name__}: {e}"[:300]
     return out
+
+
+#: bytes that every case is planned in
+MEMORY = 1 << 30
+
+
+def memory(vc, workers, budgets):
+    """What the engine makes of these workers' layers and memories: blocks, requests, tokens."""
+    vc.__dict__.pop("max_in_flight_tokens", None)
+    try:
+        configs = kv_cache_utils.get_kv_cache_configs(vc, workers, budgets)
+    except ValueError as e:
+        return {"refused": str(e)[:300]}
+    tokens, concurrency = kv_cache_utils.get_kv_cache_capacity(
+        vc, kv_cache_utils.generate_scheduler_kv_cache_config(configs)
+    )
+    return {
+        "num_blocks": configs[0].num_blocks,
+        "max_concurrency": concurrency,
+        "capacity_tokens": tokens,
+        "ranks": [[g.layer_names for g in c.kv_cache_groups] for c in configs],
+        "bytes": [kv_cache_utils._pool_bytes_per_block(vc, c.kv_cache_groups) for c in configs],
+    }
 
 
 def apart(task, seconds=240):

@@ -53,6 +53,8 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         "cuda",
         "quack",
         "tilelang",
+        "tvm_ffi",
+        "xgrammar",
     )
 
     def find_spec(self, name, path=None, target=None):
@@ -230,6 +232,16 @@ def parallel(tp=1):
     if tp > 1:
         g = parallel_state.get_tp_group()
         g.world_size = tp
+
+
+def parallel_state_of(which, size, rank):
+    """The group of this kind believes to be one rank of ``size``."""
+    from vllm.distributed import parallel_state
+
+    group = getattr(parallel_state, f"get_{which}_group")()
+    group.world_size, group.rank_in_group = size, rank
+    group.ranks = list(range(size))
+    group.rank = rank
 
 
 def specs(config, **options):

@@ -1,41 +1,11 @@
 import importlib.util
 
-import vllm.transformers_utils.config as tc
 from ask import *
-from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 path, out = sys.argv[1], sys.argv[2]
 spec = importlib.util.spec_from_file_location("manual", path)
 manual = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(manual)
-
-
-class Block(dict):
-    __getattr__ = dict.get
-
-
-def blocks(self, **kw):
-    kw.setdefault("hidden_act", "silu")
-    self.block_configs = [Block({k: Block(v) for k, v in b.items()}) for b in kw.pop("block_configs", [])]
-    PreTrainedConfig.__init__(self, **kw)
-
-
-def register(mt):
-    if mt and mt not in tc._CONFIG_REGISTRY and mt not in CONFIG_MAPPING:
-        tc._CONFIG_REGISTRY[mt] = type(
-            "AnyConfig",
-            (PreTrainedConfig,),
-            {
-                "model_type": mt,
-                "attribute_map": {
-                    "exaone": {"num_hidden_layers": "num_layers"},
-                    "telechat": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-                }.get(mt, {}),
-            },
-        )
-        if mt == "nemotron-nas":
-            tc._CONFIG_REGISTRY[mt].__init__ = blocks
 
 
 known = {}

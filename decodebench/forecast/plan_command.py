@@ -1,0 +1,67 @@
+"""``decodebench plan`` with the cards' memory: ``layout``'s command, and the weights that it cannot count itself."""
+
+from __future__ import annotations
+
+import argparse
+
+from decodebench.forecast.card_memory import card_memory
+from decodebench.layout import command
+from decodebench.layout.card_memory import UTILIZATION
+from decodebench.layout.placement import LayoutRefused
+from decodebench.models.load import load_model
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``plan``, with those that make the cache's memory from the cards'."""
+    command.add_plan_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--gpu-memory",
+        action="append",
+        metavar="BYTES",
+        help="of a card as it reports it (an H100 of 80 GB: 81559MiB), instead of --memory: what it leaves to the "
+        "cache, with the arithmetic; several (80GB,79GB, or repeated) are those of the ranks",
+    )
+    add("--gpu-memory-utilization", type=float, default=None, metavar="SHARE", help=f"default: {UTILIZATION}")
+    add("--weights", metavar="BYTES", help="on one rank; default: counted from config.json")
+    add(
+        "--other-memory",
+        metavar="BYTES",
+        help="of activations, CUDA graphs, the driver: what a run was seen to take",
+    )
+    add(
+        "--quantization",
+        default="auto",
+        help="of the weights that are counted: auto (config.json's), none, fp8, …",
+    )
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """``layout``'s command on the memory asked for, or on what the cards leave."""
+    named = [
+        "--" + name.replace("_", "-")
+        for name in ("gpu_memory_utilization", "weights", "other_memory")
+        if getattr(arguments, name) is not None
+    ]
+    if arguments.gpu_memory is None:
+        if named:
+            raise LayoutRefused(f"{named[0]}: it is a part of --gpu-memory, which is missing")
+        return command.plan_command(arguments)
+    if arguments.memory:
+        raise LayoutRefused(
+            "--memory and --gpu-memory: the first is the cache's, the second the card's; give one"
+        )
+    options = command.options_of(arguments) | {"block_size": arguments.block_size}
+    arguments.model = load_model(arguments.model)  # read once: it may come from standard input
+    share = arguments.gpu_memory_utilization
+    cards = card_memory(
+        arguments.model,
+        [card for given in arguments.gpu_memory for card in given.split(",")],
+        UTILIZATION if share is None else share,
+        arguments.weights,
+        arguments.other_memory,
+        arguments.quantization,
+        **options,
+    )
+    arguments.memory = [",".join(str(rank.cache) for rank in cards)]
+    return command.plan_command(arguments, cards)
