@@ -15,6 +15,7 @@ import pytest
 import torch
 from kernel_cases import FP8, SHAPES, TOLERANCE, attention_case, check_attention, state_case
 
+from decodebench.cache import compiled
 from decodebench.measure.kernels import cpp, reference, torch_ops
 
 #: Triton interprets only where it was told so before its first import: a process of its own, see below
@@ -81,6 +82,24 @@ def test_float8_decoding_of_every_byte(name, dtype):
     assert torch.equal(got.isnan(), want.isnan())
     finite = want.isfinite()
     assert torch.equal(got[finite], want[finite])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("group", [1, 8, 20])
+def test_float8_beside_bfloat16_queries_of_every_byte(dtype, group):
+    """The same through pairs of bfloat16, in which every float8 is exact: few heads, two quads, products."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    view = codes.view(256, 1, 1, 1).expand(256, 1, 1, 128).contiguous()
+    view[..., :64] = 0
+    view, want = view.view(dtype), codes.view(dtype).float()
+    zero, one = torch.zeros(256, dtype=torch.int64), torch.ones(256, dtype=torch.int64)
+    table = torch.arange(256, dtype=torch.int32).view(256, 1)
+    q = torch.zeros(256, group, 64, dtype=torch.bfloat16)
+    got = cpp.attend(q, view, table, zero, one, scale=1.0, head_size_v=64, v_offset=64).float()
+    finite = want.isfinite()
+    assert torch.equal(got[finite], want[finite, None, None].expand(-1, group, 64))
+    assert got[want.isnan()].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
@@ -226,12 +245,12 @@ def test_delta_rule_forgets_what_it_overwrites():
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", "")
-    cpp._library.cache_clear()
+    compiled._library.cache_clear()
     try:
         assert "no C++ compiler" in cpp.why_not()
     finally:
         monkeypatch.undo()
-        cpp._library.cache_clear()
+        compiled._library.cache_clear()
     assert cpp.why_not() is None
 
 
