@@ -1,24 +1,19 @@
-"""What ``kv_connector_extra_config`` may hold, and the vLLM versions this connector was run with."""
+"""What ``kv_connector_extra_config`` may hold."""
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from decodebench.cache.values import Constant, Normal, Values
 from decodebench.errors import DecodebenchError
-
-#: vLLM releases whose engine ran this connector's tests
-TESTED = ("0.32.0",)
 
 AUDITS = ("off", "plan", "bytes")
 
 
 class OptionRefused(DecodebenchError):
     """An option of the connector that does not exist or cannot have this value."""
-
-
-class UntestedVersion(DecodebenchError):
-    """A vLLM release that this connector was never run with."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +44,31 @@ class Options:
 
 def parse(extra_config: dict | None) -> Options:
     """The options in an extra config; ``OptionRefused`` names what is unknown and what is known."""
+    if extra_config is not None and not isinstance(extra_config, Mapping):
+        raise OptionRefused(
+            f"kv_connector_extra_config={_short(extra_config)}: give a dictionary of options, "
+            f"{', '.join(field.name for field in fields(Options))}"
+        )
     extra_config = dict(extra_config or {})
     known = {field.name: field for field in fields(Options)}
     renamed = {"fill_mean": "mean", "fill_std": "std"}
     for name, value in extra_config.items():
         if name not in known:
             hint = f"; vLLM's {name} is called {renamed[name]} here" if name in renamed else ""
-            raise OptionRefused(f"unknown option {name!r}: known are {', '.join(known)}{hint}")
+            raise OptionRefused(f"unknown option {_short(name)}: known are {', '.join(known)}{hint}")
         default = known[name].default
         accepted = {bool: bool, int: int, float: int | float}.get(type(default), str | None)
         if not isinstance(value, accepted) or (isinstance(value, bool) and not isinstance(default, bool)):
-            raise OptionRefused(f"option {name}={value!r}: expected a value like {default!r}")
+            raise OptionRefused(f"option {name}={_short(value)}: expected a value like {default!r}")
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
+            raise OptionRefused(f"option {name}={_short(value)}: expected a number of at most 64 bits")
     options = Options(**extra_config)
     if options.audit not in AUDITS:
-        raise OptionRefused(f"option audit={options.audit!r}: known are {', '.join(AUDITS)}")
+        raise OptionRefused(f"option audit={_short(options.audit)}: known are {', '.join(AUDITS)}")
+    if options.seed < 0:
+        raise OptionRefused(f"option seed={options.seed}: expected a whole number of 0 or more")
+    if options.audit_file is not None and (not options.audit_file.strip() or "\0" in options.audit_file):
+        raise OptionRefused(f"option audit_file={_short(options.audit_file)}: expected the path of a file")
     try:
         options.values  # noqa: B018 - refuses infinite means and negative spreads
     except DecodebenchError as error:
@@ -70,16 +76,6 @@ def parse(extra_config: dict | None) -> Options:
     return options
 
 
-def check_version(version: str, strict: bool) -> str | None:
-    """None for a tested vLLM, else a warning; with ``strict`` the warning is raised."""
-    release = version.split("+")[0]
-    if release in TESTED:
-        return None
-    message = (
-        f"vLLM {version} was never tested with decodebench's connector (tested: {', '.join(TESTED)}): "
-        "its connector interface is experimental and changes between releases; audit='bytes' shows "
-        "whether fills still land where decode reads"
-    )
-    if strict:
-        raise UntestedVersion(message)
-    return message
+def _short(value: object) -> str:
+    """A value in a message: as Python writes it, cut where it is long."""
+    return reprlib.repr(value)

@@ -157,8 +157,8 @@ def _seen(sequences: Sequence[list[Reading]], owner: Mapping[int, int]) -> dict[
     """Request → blocks that its sequences read."""
     seen: dict[int, set[int]] = {}
     for sequence in (one for part in sequences for one in part):
-        # the block that it writes is its own; where it writes none, one that it reads may be
-        blocks = (*sequence.written.tolist(), *sequence.read[::-1].tolist())
+        # the block that it writes is its own; one that it reads may be another's that it hits
+        blocks = sequence.written.tolist() or sequence.read[::-1].tolist()
         request = next((owner[block] for block in blocks if block in owner), None)
         if request is not None:
             seen.setdefault(request, set()).update(sequence.read.tolist())

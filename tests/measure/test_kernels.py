@@ -81,7 +81,8 @@ def test_float8_decoding_of_every_byte(name, dtype):
     got = backend.attend(q, view, table, zero, one, scale=1.0, head_size_v=16, v_offset=16)[:, 0, 0]
     assert torch.equal(got.isnan(), want.isnan())
     finite = want.isfinite()
-    assert torch.equal(got[finite], want[finite])
+    # neighbours differ by 6 % at least; a softmax over one token may be off 1 by a rounding
+    torch.testing.assert_close(got[finite], want[finite], rtol=1e-6, atol=0.0)
 
 
 @needs_compiler
