@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from decodebench.cache import compiled, compiled_rows
-from decodebench.cache.readback import FILLED, inspect_rows
+from decodebench.cache.readback import FILLED, inspect_pages
 from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Constant
-from decodebench.cache.write import fill_rows
+from decodebench.cache.write import fill_blocks
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups
 from decodebench.models.specs import FullAttentionSpec
@@ -115,6 +115,6 @@ def test_a_fill_and_an_audit_without_a_compiler(monkeypatch):
     monkeypatch.setattr(compiled_rows, "why_not", lambda: "no C++ compiler")
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype="bfloat16")
     cache = allocate(from_groups((KVCacheGroupSpec(("a", "b"), (spec, spec), spec),), 4))
-    fill_rows(cache, [[1, 3]], Constant())
-    states = inspect_rows(cache, 0, Constant()).states
+    fill_blocks(cache, [[1, 3]], Constant())
+    states = inspect_pages(cache, 0, Constant()).states
     assert (states[:, [1, 3]] == FILLED).all() and (states[:, [0, 2]] != FILLED).all()
