@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from decodebench.layout.pool import Batch
 from decodebench.layout.reads import DecodeError, LayerWork
 from decodebench.measure.bandwidth import Bandwidth, bandwidth
 from decodebench.measure.clock import Timing, busy, measure
+from decodebench.measure.limits import Limit, Operations, limit_of
 from decodebench.measure.step import DecodeStep, prepare_step
 from decodebench.words import seconds_text
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class DecodeMeasurement:
     """Latency of the resident step: the batch sits in the cache; admitting and filling are not in it.
 
-    ``share`` compares the median with the time this machine's memory needs for the bytes: reads at its
-    read speed, states at its in-place update speed, both measured in this process.
+    ``share`` compares the median with what this machine needs at least, kind by kind: for the bytes (reads
+    at its read speed, states at its in-place update speed) or for the operations, if those take longer
+    (``bound_by``); all speeds are measured in this process.
     """
 
     timing: Timing
@@ -38,8 +40,8 @@ class DecodeMeasurement:
     seed: int
     fallbacks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    #: kind → floating-point operations of a step's products
-    operations: dict[str, int] = field(default_factory=dict)
+    #: kind → the operations of its layers
+    operations: dict[str, tuple[Operations, ...]] = field(default_factory=dict)
     #: kind → timing of that kind's layers alone, where asked for
     kind_timings: dict[str, Timing] = field(default_factory=dict)
 
@@ -63,14 +65,32 @@ class DecodeMeasurement:
         """Bytes that had to move, over the median, in GB/s."""
         return (self.bytes_read + self.bytes_written) / self.latency / 1e9
 
+    def limit_of(self, kind: str) -> Limit:
+        """What the layers of one kind need at least."""
+        work = [w for w in self.work if w.kind == kind]
+        return limit_of(work, self.operations.get(kind, ()), self.bandwidth)
+
+    @property
+    def limits(self) -> dict[str, Limit]:
+        """kind → what its layers need at least."""
+        return {kind: self.limit_of(kind) for kind in dict.fromkeys(w.kind for w in self.work)}
+
     @property
     def limit(self) -> float:
-        """Seconds that this step needs at least: its bytes, or its products where those take longer."""
-        return limit_seconds(self.work, self.bandwidth, sum(self.operations.values()))
+        """Seconds that this step needs at least: for each kind its bytes, or its operations if those take longer."""
+        return sum(limit.seconds for limit in self.limits.values())
+
+    @property
+    def bound_by(self) -> str:
+        """``"memory"`` or ``"arithmetic"``: what holds up the larger part of the limit."""
+        parts: dict[str, float] = {}
+        for limit in self.limits.values():
+            parts[limit.bound_by] = parts.get(limit.bound_by, 0.0) + limit.seconds
+        return max(parts, key=lambda name: parts[name])
 
     @property
     def share(self) -> float:
-        """limit / median: 1.0 is the memory's speed."""
+        """limit / median: 1.0 is this machine's speed."""
         return self.limit / self.latency
 
     def kinds(self) -> pd.DataFrame:
@@ -79,20 +99,26 @@ class DecodeMeasurement:
 
         return pd.DataFrame(self.kind_rows())
 
-    def kind_rows(self) -> list[dict[str, object]]:
+    def kind_rows(self) -> list[dict[str, Any]]:
         """``kinds`` as dictionaries, for where there is no pandas (an engine's environment)."""
-        rows = []
+        rows: list[dict[str, Any]] = []
         for kind in dict.fromkeys(w.kind for w in self.work):
             work = [w for w in self.work if w.kind == kind]
             read, written = sum(w.bytes_read for w in work), sum(w.bytes_written for w in work)
-            limit = limit_seconds(work, self.bandwidth, self.operations.get(kind, 0))
-            row: dict[str, object] = {"kind": kind, "layers": len(work), "bytes_read": read}
-            row |= {"bytes_written": written, "bytes_moved": read + written, "limit_s": limit}
+            row: dict[str, Any] = {
+                "kind": kind,
+                "layers": len(work),
+                "bytes_read": read,
+                "bytes_written": written,
+            }
+            row["bytes_moved"] = read + written
+            limit = self.limit_of(kind)
+            row |= {"limit_s": limit.seconds, "bound_by": limit.bound_by}
             if kind in self.kind_timings:
                 t = self.kind_timings[kind]
                 row |= t.to_dict()
                 row["gb_per_s"] = (read + written) / t.median / 1e9
-                row["limit_share"] = limit / t.median
+                row["limit_share"] = limit.seconds / t.median
             rows.append(row)
         return rows
 
@@ -111,6 +137,7 @@ class DecodeMeasurement:
             "gb_per_s": self.gbps,
             "limit_s": self.limit,
             "limit_share": self.share,
+            "bound_by": self.bound_by,
             "read_gbps": self.bandwidth.read,
             "update_gbps": self.bandwidth.update,
             "seed": self.seed,
@@ -125,27 +152,13 @@ class DecodeMeasurement:
             f"decode step, {self.num_requests} requests of {tokens} tokens, backend {self.backend}:",
             f"  {self.timing}",
             f"  {(self.bytes_read + self.bytes_written) / 1e6:.1f} MB to move, {self.gbps:.1f} GB/s, "
-            f"{self.share:.0%} of this machine's limit ({seconds_text(self.limit)}; read "
-            f"{self.bandwidth.read:.0f}, update {self.bandwidth.update:.0f} GB/s)",
+            f"{self.share:.0%} of this machine's limit ({seconds_text(self.limit)}, bound by {self.bound_by}; "
+            f"read {self.bandwidth.read:.0f}, update {self.bandwidth.update:.0f} GB/s)",
             "  attention and state work only: no weights, no projections",
         ]
         return "\n".join(lines + [f"  {text}" for text in (*self.fallbacks, *self.notes)])
 
     __repr__ = __str__
-
-
-def limit_seconds(work: Sequence[LayerWork], speed: Bandwidth, operations: int = 0) -> float:
-    """Seconds that a step needs at least: ``max(bytes, operations)`` and a launch for each layer.
-
-    What is only read moves at read speed, states and new slots at update speed. ``operations`` count where
-    the speed of products was measured (CUDA), as does the launch floor: 0 on a CPU.
-    """
-    updated = sum(w.bytes_updated for w in work)
-    read = sum(w.bytes_read for w in work) - updated / 2
-    written = sum(w.bytes_written for w in work) - updated / 2
-    moving = (read / speed.read + (updated + written) / speed.update) / 1e9
-    computing = operations / (speed.products * 1e12) if speed.products else 0.0
-    return max(moving, computing) + len(work) * speed.launch_seconds
 
 
 def measure_decode(
@@ -206,7 +219,7 @@ def measure_decode(
         step.fallbacks,
         tuple(notes),
         {
-            kind: sum(x.operations for x in step.layers if x.work.kind == kind)
+            kind: tuple(x.operations for x in step.layers if x.work.kind == kind)
             for kind in dict.fromkeys(x.work.kind for x in step.layers)
         },
         kind_timings,

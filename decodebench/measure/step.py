@@ -15,6 +15,7 @@ from decodebench.layout.pool import NULL_BLOCK, Batch
 from decodebench.layout.reads import DecodeError, LayerWork, decode_work, local_range, model_layer
 from decodebench.measure.backends import resolve_backend
 from decodebench.measure.kernels import reference, torch_ops
+from decodebench.measure.limits import NOTHING, Operations, state_operations
 from decodebench.models.specs import AttentionSpec, cdiv
 
 
@@ -29,8 +30,7 @@ class LayerStep:
     run: Callable[[], torch.Tensor] = field(repr=False)
     touched: tuple[tuple[torch.Tensor, tuple], ...] = field(repr=False)
     fallback: str | None = None
-    #: floating-point operations of its products: attention's, two a multiplication and addition
-    operations: int = 0
+    operations: Operations = NOTHING
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,13 @@ def _attention_layer(cache, batch, work, spec, backend, table, random, query, pl
             return runner.attend(q, view, table, start, stop, **options)
 
     seen = sum(max(0, last - first) for first, last in ranges)
-    operations = 2 * heads * (spec.head_size + shape["head_size_v"]) * seen
+    # one-byte numbers are multiplied as bfloat16, and beside float32 queries everything is as float32
+    exact = torch.float32 in (activation, view.dtype)
+    operations = Operations(
+        products=2 * heads * (spec.head_size + shape["head_size_v"]) * seen,
+        product_dtype="float32" if exact else "bfloat16",
+        exponentials=heads * seen,
+    )
     return LayerStep(work, run, touched, fallback and f"torch, {fallback}", operations)
 
 
@@ -267,6 +273,7 @@ def _state_layer(cache, batch, work, spec, backend, table, random) -> LayerStep:
         lambda: runner.state_step(work.kind, parts, rows, inputs),
         touched,
         fallback and f"eager torch in float32, {fallback}",
+        state_operations(work.kind, {name: tuple(p.shape[1:]) for name, p in parts.items()}, len(ids)),
     )
 
 

@@ -551,18 +551,20 @@ def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
 
 
 def by_kind(table, title: str, subtitle: str = "") -> Chart:
-    """Cost of one layer of each kind (rows of ``latency_table``), next to what the memory needs for it."""
+    """Cost of one layer of each kind (rows of ``latency_table``), next to its limit and what makes that."""
     failed = table["failed"].dropna() if "failed" in table else ()
     if "median_s" not in table or table["median_s"].isna().all():
         return note(f"No figure here: no kind of layer could be timed ({some(dict.fromkeys(failed))}).")
     frame = table[(table["kind"] != "step") & table["median_s"].notna()].copy()
     frame["label"] = frame["model"].map(short) + " · " + frame["kind"].str.replace("_", " ")
+    if "bound_by" in frame:
+        frame["label"] += " (" + frame["bound_by"] + ")"
     frame["measured"] = 1e3 * frame["median_s"] / frame["layers"]
     frame["needed"] = 1e3 * frame["limit_s"] / frame["layers"]
     figure = bars(
         frame,
         "label",
-        {"measured": "measured", "needed": "what the memory needs"},
+        {"measured": "measured", "needed": "this machine's limit"},
         name="by-kind",
         title=title,
         subtitle=subtitle,

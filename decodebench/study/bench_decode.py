@@ -1,10 +1,11 @@
-"""``python -m decodebench bench decode``: a decode step against the memory's speed, kind by kind.
+"""``python -m decodebench bench decode``: a decode step against this machine's limit, kind by kind.
 
 A few layers of each group of a model stand for all of them (a row says how many): the bytes a layer
-moves do not depend on how many there are. The speed of memory is measured anew for every model,
-because a shared machine drifts. Ratios to ``reference`` (float64, one layer, one step), to the plain
-way (gather, then ``scaled_dot_product_attention``) and, where vLLM is installed, to its CPU attention
-kernel over the same block table are each of the same shapes.
+moves do not depend on how many there are. On a CPU each turn measures the step and the machine, one after
+the other, because a shared machine drifts: reads, in-place updates, matrix products, vectors. The limit of
+a turn is the time for the bytes or for the operations, whichever is longer. Ratios to ``reference``
+(float64, one layer, one step), to the plain way (gather, then ``scaled_dot_product_attention``) and, where
+vLLM is installed, to its own CPU kernel over the same block table are each of the same shapes.
 """
 
 from __future__ import annotations
@@ -14,88 +15,121 @@ import gc
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
 from decodebench.cache.small import small_cache
-from decodebench.cache.tensors import Cache, torch_dtype
+from decodebench.cache.tensors import Cache
 from decodebench.errors import DecodebenchError
 from decodebench.layout.pool import Batch
-from decodebench.measure.bandwidth import bandwidth
-from decodebench.measure.clock import busy, measure, require_device
-from decodebench.measure.latency import measure_decode
+from decodebench.measure.bandwidth import Bandwidth, bandwidth, from_probes, probes
+from decodebench.measure.clock import busy, require_device
+from decodebench.measure.in_turn import ROUNDS, InTurn, in_turn
+from decodebench.measure.journal import store
+from decodebench.measure.latency import DecodeMeasurement, measure_decode
+from decodebench.measure.limits import limit_of
 from decodebench.measure.provenance import provenance
-from decodebench.measure.step import prepare_step
+from decodebench.measure.step import DecodeStep, prepare_step
+from decodebench.study.cpu_rivals import multiply, plain, vllm
+from decodebench.study.floors import Floor, exit_status, verdict
 from decodebench.words import seconds_text
+
+#: share of its limit that a kind of layer must reach: states, and what attends
+STATE_FLOOR, ATTENTION_FLOOR = 0.75, 0.70
+#: what is measured in turn with a step: bytes of the buffers that it reads and updates, fewer than a bare
+#: measurement takes, and still four times the last cache of a core
+PROBE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, cut to ``layers`` layers a group. ``quick``: among the five of ``--quick``."""
+    """One model, cut to ``layers`` layers a group. ``quick``: among the five of ``--quick``.
+
+    ``times``: requests for each that is asked for, where a layer keeps little of each; ``context``: its own.
+    """
 
     about: str
     model: str
-    block_size: int | None = None
-    dtype: str = "auto"
     layers: int = 2
     quick: bool = True
+    times: int = 1
+    context: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES = (
-    Case("attention only", "llama-3.1-8b", 64),
-    Case("attention only, fp32", "llama-3.1-8b", 64, "float32", 1, quick=False),
-    Case("sliding windows", "gpt-oss-20b", 64),
-    Case("MLA", "deepseek-v3", 64, layers=1),
-    Case("Mamba-2 hybrid", "nemotron-h-8b", layers=2),
-    Case("Mamba-1 hybrid", "jamba-v0.1", layers=2, quick=False),
-    Case("delta-net hybrid", "qwen3-next-80b-a3b", layers=2),
-    Case("Kimi delta hybrid", "kimi-linear-48b-a3b", layers=1, quick=False),
+    Case("attention only", "llama-3.1-8b", options={"block_size": 64}),
+    Case(
+        "attention only, fp8",
+        "llama-3.1-8b",
+        quick=False,
+        options={"block_size": 64, "kv_cache_dtype": "fp8"},
+    ),
+    Case(
+        "attention only, fp32", "llama-3.1-8b", 1, quick=False, options={"block_size": 64, "dtype": "float32"}
+    ),
+    Case("sliding windows", "gpt-oss-20b", layers=1, times=8, options={"block_size": 64}),
+    Case("MLA, 128 heads", "deepseek-v3", layers=1, options={"block_size": 64}),
+    Case("Mamba-2 hybrid", "nemotron-h-8b"),
+    Case("Mamba-2, bf16", "nemotron-h-8b", quick=False, options={"mamba_ssm_cache_dtype": "bfloat16"}),
+    Case("Mamba-1 hybrid", "jamba-v0.1", quick=False),
+    Case("Mamba-1, fp32", "jamba-v0.1", quick=False, options={"mamba_ssm_cache_dtype": "float32"}),
+    Case("delta-net hybrid", "qwen3-next-80b-a3b"),
+    Case("delta net, fp32", "qwen3-next-80b-a3b", quick=False, options={"mamba_ssm_cache_dtype": "float32"}),
+    Case("Kimi delta hybrid, MLA, 32 heads", "kimi-linear-48b-a3b", layers=1, quick=False),
+    Case("short convolutions", "lfm2-1.2b", quick=False, times=256, context=16),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="five models, shorter contexts, under a minute")
-    parser.add_argument("--json", action="store_true", help="rows and provenance as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="rows, floors and provenance as JSON on stdout")
     parser.add_argument("--requests", type=int, help="batch size (8; quick 4)")
     parser.add_argument("--context", type=int, help="tokens a request (4096; quick 1024)")
     parser.add_argument("--backend", help="reference, torch, cpp or triton (default: the fastest here)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="only these models")
+    parser.add_argument("--out", metavar="FOLDER", help="store the rows there too, as a sweep does")
 
 
 def bench_decode_command(arguments: argparse.Namespace) -> int:
-    """Measure, print a line a kind of layer as it is done; ``--json`` prints everything at the end."""
+    """Measure, print a line a kind of layer as it is done; ``--json`` prints everything at the end.
+
+    0 where every floor is met, 1 where one is missed, 3 where other work on the machine hides one.
+    """
     require_device(arguments.device)
     quick = arguments.quick
     requests = arguments.requests or (4 if quick else 8)
     context = arguments.context or (1024 if quick else 4096)
     cases = [c for c in CASES if c.quick or not quick]
     if arguments.models:
-        known = {c.model: c for c in reversed(CASES)}
-        cases = [known.get(name, Case("", name)) for name in arguments.models]
-    settings = {"requests": requests, "context": context, "quick": quick, "backend": arguments.backend}
+        cases = [c for c in CASES if c.model in arguments.models and (c.quick or not quick)]
+        named = {c.model for c in cases}
+        cases += [Case("", name) for name in arguments.models if name not in named]
+    settings: dict[str, object] = {"requests": requests, "context": context, "quick": quick}
+    settings["backend"] = arguments.backend
     facts = provenance(settings, seed=0, device=arguments.device)
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     if not arguments.json:
         print(
             f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}; {requests} requests "
-            f"of {context} tokens; attention and state work only, warm, medians\n"
+            f"of {context} tokens; attention and state work only, medians\n"
         )
         print(HEADER)
     for case in cases:
         try:
-            options = {} if case.dtype == "auto" else {"dtype": case.dtype}
             cache, batch = small_cache(
                 case.model,
-                requests=requests,
-                context=context,
+                requests=requests * (1 if arguments.models and arguments.requests else case.times),
+                context=case.context or context,
                 layers=case.layers,
                 device=arguments.device,
-                block_size=case.block_size,
-                **options,
+                **case.options,
             )
-            new = measure_kinds(case, cache, batch, arguments.backend, 0.1 if quick else 0.5)
+            new = measure_kinds(case, cache, batch, arguments.backend, quick)
             del cache
             gc.collect()
         except DecodebenchError as error:
@@ -105,69 +139,162 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
         rows += new
         for row in new if not arguments.json else ():
             print(line(row), flush=True)
+    found = floors(rows) if arguments.device == "cpu" else []
+    if arguments.out:
+        kept = [{k: v for k, v in row.items() if k != "bandwidth"} | row.get("bandwidth", {}) for row in rows]
+        store(arguments.out, kept, ("model", "kind", "dtype", "block_size", "requests", "context"), facts)
     if arguments.json:
-        json.dump({"provenance": facts, "rows": rows, "warning": busy()}, sys.stdout, indent=1)
+        result = {
+            "provenance": facts,
+            "rows": rows,
+            "floors": [f.to_dict() for f in found],
+            "warning": busy(),
+        }
+        json.dump(result, sys.stdout, indent=1)
         print()
     else:
-        print(LEGEND + (f"\n{busy()}" if busy() else ""))
-    return 0
+        print("\n".join([LEGEND, "", *map(str, found), "", verdict(found) if found else ""]))
+    return exit_status(found)
+
+
+def floors(rows: Sequence[Mapping[str, Any]]) -> list[Floor]:
+    """What each kind of layer must reach, and what it did."""
+    found = []
+    for row in rows:
+        if "failed" in row:
+            continue
+        name = f"{row['model']}, {row['kind']}, {row['dtype']}"
+        at_least = STATE_FLOOR if row["holds_state"] else ATTENTION_FLOOR
+        reason = row["disturbed"]
+        share = None if reason else row["limit_share"]
+        found.append(Floor(f"{name}: share of its limit ({row['bound_by']})", at_least, share, reason))
+        if row.get("x_vllm") is not None:
+            reason = row["vllm_disturbed"]
+            found.append(Floor(f"{name}: speed over vLLM's", 1.0, None if reason else row["x_vllm"], reason))
+    return found
 
 
 LEGEND = """
-spread: from quartile to quartile, over the median; share: the time the memory needs, over the median;
-x: how many times longer another way takes (reference: float64; plain: gather and torch's attention;
-multiply: torch's in-place multiply of the same states)"""
+spread: from quartile to quartile, over the median; share: the time this machine needs, over the median, and
+what makes that time; x: how many times longer another way takes (reference: float64; plain: gather and
+torch's attention; multiply: torch's in-place multiply of the same states)"""
 HEADER = (
-    f"{'model':20s} {'kind':24s} {'layers':>6s} {'block':>6s} {'dtype':>8s} {'latency':>9s} "
-    f"{'spread':>6s} {'GB/s':>6s} {'share':>6s} {'of limit':>9s} "
-    f"{'x reference':>11s} {'x plain':>8s} {'x vLLM':>7s} {'x multiply':>10s}  backend"
+    f"{'model':20s} {'kind':18s} {'layers':>6s} {'block':>5s} {'dtype':>5s} {'latency':>9s} "
+    f"{'spread':>6s} {'GB/s':>5s} {'share':>6s} {'bound by':>10s} "
+    f"{'x reference':>11s} {'x plain':>7s} {'x vLLM':>6s} {'x multiply':>10s}  backend"
 )
 
 
-def line(row: dict) -> str:
+def line(row: Mapping[str, Any]) -> str:
     if "failed" in row:
         return f"{row['model']:20s} {row['failed']}"
 
     def times(name: str, width: int) -> str:
         return f"{row[name]:{width}.1f}" if row.get(name) else " " * (width - 1) + "–"
 
+    share = "     ?" if row["disturbed"] else f"{row['limit_share']:6.0%}"
     return (
-        f"{row['model']:20s} {row['kind']:24s} {row['layers']:6d} {row['block_size']:6d} {row['dtype']:>8s} "
-        f"{seconds_text(row['median_s']):>9s} {row['spread']:6.0%} "
-        f"{row['gb_per_s']:6.1f} {row['limit_share']:6.0%} {row['limit_gbps']:5.0f} GB/s "
-        f"{times('x_reference', 11)} {times('x_plain', 8)} {times('x_vllm', 7)} {times('x_multiply', 10)}"
+        f"{row['model']:20s} {row['kind']:18s} {row['layers']:6d} {row['block_size']:5d} "
+        f"{row['dtype']:>5s} {seconds_text(row['median_s']):>9s} {row['spread']:6.0%} "
+        f"{row['gb_per_s']:5.1f} {share} {row['bound_by']:>10s} "
+        f"{times('x_reference', 11)} {times('x_plain', 7)} {times('x_vllm', 6)} {times('x_multiply', 10)}"
         f"  {row['backend']}{' (' + row['fallback'] + ')' if row['fallback'] else ''}"
     )
 
 
-def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, seconds: float) -> list[dict]:
+def measure_kinds(
+    case: Case, cache: Cache, batch: Batch, backend: str | None, quick: bool
+) -> list[dict[str, Any]]:
     """A row for each kind of layer."""
-    device = cache.device
-    limit = bandwidth(device, max_age=0)
-    found = measure_decode(cache, batch, backend, by_kind=True, min_seconds=seconds, limit=limit)
+    device, rounds = cache.device, 2 if quick else ROUNDS
+    seconds = 0.3 if quick else 1.0
+    speed = bandwidth(device, max_age=120)
     step = prepare_step(cache, batch, backend)
+    timed = None
+    if device.type != "cpu":
+        timed = measure_decode(cache, batch, backend, by_kind=True, min_seconds=seconds, limit=speed)
     rows = []
-    for facts in found.kind_rows():
-        layers = [x for x in step.layers if x.work.kind == facts["kind"]]
-        first = layers[0].work.layer
+    for kind in dict.fromkeys(x.work.kind for x in step.layers):
+        part = replace(step, layers=tuple(x for x in step.layers if x.work.kind == kind))
+        first = part.layers[0].work.layer
         spec = cache.layout.layer_specs[first]
-        each = facts["median_s"] / len(layers)
-        moved = facts["bytes_moved"]
-        row = {"about": case.about, "model": case.model, **facts, "block_size": spec.block_size}
-        row |= {"dtype": _short(spec.parts()[-1].dtype), "limit_gbps": moved / facts["limit_s"] / 1e9}
-        row |= {"fallback": layers[0].fallback or "", "backend": found.backend, "bandwidth": asdict(limit)}
-        row["spread"] = (facts["q3_s"] - facts["q1_s"]) / facts["median_s"]
-        row["x_reference"] = _reference_seconds(cache, batch, first) / each
-        if not spec.holds_state and spec.head_size_v and spec.written_by_steps:
-            row["x_plain"] = _plain_seconds(cache, batch, first, seconds) / each
-            if device.type == "cpu":
-                theirs = _vllm_seconds(cache, batch, first, seconds)
-                row["x_vllm"] = theirs and theirs / each
-        if spec.holds_state:
-            states = [x.work.layer for x in layers]
-            row["x_multiply"] = _multiply_seconds(cache, batch, states, seconds) / facts["median_s"]
-        rows.append(row)
+        disturbed: str | None = None
+        if timed is None:
+            facts, disturbed = _in_turn(part, kind, batch, speed, seconds, rounds)
+        else:
+            facts = next(row for row in timed.kind_rows() if row["kind"] == kind) | {
+                "bandwidth": asdict(speed)
+            }
+        row: dict[str, Any] = {"about": case.about, "model": case.model, **facts}
+        row |= {"block_size": spec.block_size, "dtype": _short(spec.parts()[-1].dtype)}
+        row |= {"requests": len(batch.requests), "context": batch.requests[0].request.num_tokens}
+        row |= {"fallback": part.layers[0].fallback or "", "backend": step.backend, "disturbed": disturbed}
+        row |= {
+            "spread": (facts["q3_s"] - facts["q1_s"]) / facts["median_s"],
+            "holds_state": spec.holds_state,
+        }
+        row["x_reference"] = _reference_seconds(cache, batch, first) / (facts["median_s"] / len(part.layers))
+        rows.append(row | _rivals(cache, batch, part, kind, rounds))
+    step.restore()
     return rows
+
+
+def _in_turn(
+    part: DecodeStep, kind: str, batch: Batch, speed: Bandwidth, seconds: float, rounds: int
+) -> tuple[dict[str, Any], str | None]:
+    """``kind_rows`` of one kind whose limit is measured in turn with it, and why that says nothing."""
+    work = tuple(x.work for x in part.layers)
+    operations = tuple(x.operations for x in part.layers)
+    kernels = {name: each for name, each in probes(PROBE_BYTES).items() if name not in ("copy", "memset")}
+    ways = {"step": part} | {f"{n} {i}": k.run for n, each in kernels.items() for i, k in enumerate(each)}
+    bound = limit_of(work, operations, speed).bound_by
+    compare = ("step", "read 0" if bound == "memory" else "products 0")
+    found = in_turn(ways, turns=5, seconds=seconds, rounds=rounds, compare=compare)
+
+    def speed_of(seconds_of) -> Bandwidth:
+        taken = {n: [seconds_of(f"{n} {i}") for i in range(len(each))] for n, each in kernels.items()}
+        return from_probes(taken, kernels, "cpu", PROBE_BYTES)
+
+    turns = range(len(found.samples["step"]))
+    limits = tuple(
+        limit_of(work, operations, speed_of(lambda way, i=i: found.samples[way][i])).seconds for i in turns
+    )
+    both = InTurn({**found.samples, "limit": limits}, "cpu", found.others)
+    timing, now = found.timing("step"), speed_of(found.median)
+    tokens = [blocks.request.num_tokens for blocks in batch.requests]
+    measured = DecodeMeasurement(
+        timing,
+        part.backend,
+        now,
+        work,
+        len(tokens),
+        (min(tokens), max(tokens)),
+        0,
+        operations={kind: operations},
+        kind_timings={kind: timing},
+    )
+    row = measured.kind_rows()[0] | {"limit_share": both.ratio("step", "limit"), "bandwidth": asdict(now)}
+    return row, both.disturbed("step", "limit")
+
+
+def _rivals(cache: Cache, batch: Batch, part: DecodeStep, kind: str, rounds: int) -> dict[str, Any]:
+    """``x_plain``, ``x_multiply`` and ``x_vllm``, each in turn with ours, or why vLLM has none."""
+    layers = [x.work.layer for x in part.layers]
+    one = replace(part, layers=part.layers[:1])
+    row: dict[str, Any] = {}
+    if cache.layout.layer_specs[layers[0]].holds_state:
+        found = in_turn({"ours": part, "multiply": multiply(cache, batch, layers)}, turns=5, rounds=1)
+        row["x_multiply"] = found.ratio("ours", "multiply")
+    else:
+        way = plain(cache, batch, layers[0])
+        if not isinstance(way, str):
+            row["x_plain"] = in_turn({"ours": one, "plain": way}, turns=3, rounds=1).ratio("ours", "plain")
+    theirs = vllm(cache, batch, layers[0], kind)
+    if isinstance(theirs, str):
+        return row | {"why_no_vllm": theirs}
+    found = in_turn({"ours": one, "vllm": theirs}, turns=9, rounds=rounds)
+    row["x_vllm"], row["vllm_disturbed"] = found.ratio("ours", "vllm"), found.disturbed("ours", "vllm")
+    return row
 
 
 def _short(dtype: str) -> str:
@@ -188,109 +315,3 @@ def _reference_seconds(cache: Cache, batch: Batch, layer: str) -> float:
     seconds = time.perf_counter() - start
     step.restore()
     return seconds
-
-
-def _multiply_seconds(cache: Cache, batch: Batch, layers: list[str], seconds: float) -> float:
-    """An in-place multiply of as many bytes in the states' own dtypes: each read and written once."""
-    parts = [part for layer in layers for part in cache.layout.layer_specs[layer].parts()]
-    shape = (len(batch.requests),)
-    states = [torch.ones(shape + p.shape, dtype=torch_dtype(p.dtype), device=cache.device) for p in parts]
-
-    def step() -> None:
-        for state in states:
-            state.mul_(0.999)
-
-    return measure(step, device=cache.device, min_seconds=seconds, min_steps=3).median
-
-
-def _geometry(cache: Cache, batch: Batch, layer: str) -> dict:
-    """Shapes of an attention layer's step for the kernels it is compared with."""
-    layout, spec = cache.layout, cache.layout.layer_specs[layer]
-    heads = layout.model.query_heads(layer, layout.tensor_parallel_size)
-    tables = [blocks.block_ids[layout.group_of[layer]] for blocks in batch.requests]
-    return {
-        "spec": spec,
-        "heads": heads,
-        "view": cache.view(layer),
-        "tables": torch.tensor(tables),
-        "tokens": batch.requests[0].request.num_tokens,
-        "window": getattr(spec, "sliding_window", None),
-    }
-
-
-def _plain_seconds(cache: Cache, batch: Batch, layer: str, seconds: float) -> float:
-    """Gather the visible blocks, then torch's attention with ``enable_gqa``: what one writes first."""
-    g = _geometry(cache, batch, layer)
-    spec, view, n = g["spec"], g["view"], g["tokens"]
-    first = max(0, n - g["window"]) // view.shape[2] if g["window"] else 0
-    last = -(-n // view.shape[2])
-    table = g["tables"][:, first:last].to(cache.device)
-    dtype = view.dtype if view.element_size() > 1 else torch.bfloat16
-    q = torch.randn(len(table), g["heads"], 1, spec.head_size, device=cache.device).to(dtype)
-    start = max(0, n - g["window"]) - first * view.shape[2] if g["window"] else 0
-    stop = n - first * view.shape[2]
-
-    def step() -> torch.Tensor:
-        blocks = view[table].to(dtype)  # [B, blocks, heads, entries, width]
-        kv = blocks.transpose(1, 2).flatten(2, 3)[:, :, start:stop]
-        k, v = kv[..., : spec.head_size], kv[..., spec.head_size :]
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    return measure(step, device=cache.device, min_seconds=seconds, min_steps=3).median
-
-
-def _vllm_seconds(cache: Cache, batch: Batch, layer: str, seconds: float) -> float | None:
-    """vLLM's CPU attention over the same block table; None where vLLM or the shape is not to be had.
-
-    Its pages are head-major with a packing of its own, so it gets memory of its own, the same size.
-    """
-    try:
-        from vllm import _custom_ops as ops
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-    except ImportError:
-        return None
-    g = _geometry(cache, batch, layer)
-    spec, view = g["spec"], g["view"]
-    batch_size, entries, size = len(g["tables"]), view.shape[2], spec.head_size
-    if view.element_size() == 1 or entries % 16 or spec.head_size_v != size:
-        return None
-    dtype, window = view.dtype, g["window"] or -1
-    pages = torch.randn(len(view), spec.num_kv_heads, 2 * entries, size).to(dtype)
-    keys, values = pages.chunk(2, dim=2)
-    isa = _get_attn_isa(dtype, entries, size, "auto")
-    starts = torch.arange(batch_size + 1, dtype=torch.int32)
-    lengths = torch.full((batch_size,), g["tokens"], dtype=torch.int32)
-    shapes = {"num_heads": g["heads"], "num_kv_heads": spec.num_kv_heads, "head_dim": size}
-    plan_ = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=batch_size,
-        seq_lens=lengths,
-        dtype=dtype,
-        query_start_loc=starts,
-        causal=True,
-        sliding_window_size=window,
-        isa=isa,
-        enable_kv_split=True,
-        **shapes,
-    )
-    q = torch.randn(batch_size, g["heads"], size).to(dtype)
-    out, table = torch.empty_like(q), g["tables"].to(torch.int32)
-
-    def step() -> None:
-        ops.cpu_attention_with_kv_cache(
-            query=q,
-            key_cache=keys,
-            value_cache=values,
-            output=out,
-            query_start_loc=starts,
-            seq_lens=lengths,
-            scale=size**-0.5,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=window,
-            block_table=table,
-            softcap=0.0,
-            scheduler_metadata=plan_,
-            s_aux=None,
-        )
-
-    return measure(step, min_seconds=seconds, min_steps=3).median

@@ -36,7 +36,8 @@ def latency_table(
     A setting is a dictionary of ``small_cache``'s arguments, its own over ``common``; its other entries
     (say ``label``) are carried into the rows. A setting that fails is a row with its reason in ``failed``.
     Columns: the settings, then kind, layers, blocks (of the kind, in tokens), median_s, q1_s, q3_s, p10_s,
-    p90_s, steps, bytes_moved, gb_per_s, limit_s, limit_share, backend, device, cache_state, fallbacks.
+    p90_s, steps, bytes_moved, gb_per_s, limit_s, limit_share, bound_by, backend, device,
+    cache_state, fallbacks.
     ``out``: a folder to store the rows in, for ``db.sweep.read`` and ``compare``.
     """
     import pandas as pd
@@ -86,6 +87,7 @@ _MEASURED = (
     "gb_per_s",
     "limit_s",
     "limit_share",
+    "bound_by",
 )
 
 #: columns that say what was found; the others, the setting's own, say what was measured

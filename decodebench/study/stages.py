@@ -107,6 +107,7 @@ def decode_stage(case: Case, made: dict) -> dict:
         "gb_per_s": measured.gbps,
         "limit_s": measured.limit,
         "limit_share": measured.share,
+        "bound_by": measured.bound_by,
         "layers_timed": len(measured.work),
         "backend_used": measured.backend,
         "notes": "; ".join((*measured.fallbacks, *measured.notes)) or None,

@@ -161,9 +161,10 @@ COLUMNS: dict[str, Column] = {
     "bytes_moved": Column("Int64", "bytes", "bytes a step must read and write", "decode"),
     "gb_per_s": Column("Float64", "GB/s", "bytes moved over the median", "decode"),
     "limit_s": Column(
-        "Float64", "s", "what the memory needs for these bytes, measured in this process", "decode"
+        "Float64", "s", "what this machine needs for these bytes and operations, measured here", "decode"
     ),
-    "limit_share": Column("Float64", "share", "of the bandwidth measured in the same process", "decode"),
+    "limit_share": Column("Float64", "share", "limit over median: 1 is this machine's speed", "decode"),
+    "bound_by": Column("string", "", "memory or arithmetic, whichever makes the limit", "decode"),
     "layers_timed": Column("Int64", "layers", "layers that the timed step holds, of layers", "decode"),
     "backend_used": Column("string", "", "implementation that ran", "decode"),
     "clock": Column("string", "", "how time was taken", "decode"),

@@ -85,6 +85,24 @@ def test_float8_decoding_of_every_byte(name, dtype):
     torch.testing.assert_close(got[finite], want[finite], rtol=1e-6, atol=0.0)
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("group", [1, 8, 20])
+def test_float8_beside_bfloat16_queries_of_every_byte(dtype, group):
+    """The same through pairs of bfloat16, in which every float8 is exact: few heads, two quads, products."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    view = codes.view(256, 1, 1, 1).expand(256, 1, 1, 128).contiguous()
+    view[..., :64] = 0
+    view, want = view.view(dtype), codes.view(dtype).float()
+    zero, one = torch.zeros(256, dtype=torch.int64), torch.ones(256, dtype=torch.int64)
+    table = torch.arange(256, dtype=torch.int32).view(256, 1)
+    q = torch.zeros(256, group, 64, dtype=torch.bfloat16)
+    got = cpp.attend(q, view, table, zero, one, scale=1.0, head_size_v=64, v_offset=64).float()
+    finite = want.isfinite()
+    assert torch.equal(got[finite], want[finite, None, None].expand(-1, group, 64))
+    assert got[want.isnan()].isnan().all()
+
+
 @pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
 @pytest.mark.parametrize(
     "shape",

@@ -24,11 +24,12 @@ from decodebench.layout import reads
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups
 from decodebench.layout.pool import Batch, Request, RequestBlocks
-from decodebench.layout.reads import DecodeError
-from decodebench.measure import bandwidth, clock, latency
+from decodebench.layout.reads import DecodeError, LayerWork
+from decodebench.measure import bandwidth, clock, latency, limits
 from decodebench.measure import step as step_
 from decodebench.measure.kernels import cpp
 from decodebench.measure.latency import measure_decode
+from decodebench.measure.limits import Operations
 from decodebench.measure.step import prepare_step
 from decodebench.models.specs import (
     ChunkedLocalAttentionSpec,
@@ -40,7 +41,7 @@ from decodebench.models.specs import (
     SlidingWindowSpec,
     cdiv,
 )
-from decodebench.study import latency_table
+from decodebench.study import bench_decode, latency_table, sweep
 
 ATTENTION = {"num_kv_heads": 2, "head_size": 32}
 
@@ -402,6 +403,7 @@ def test_measurement_record(cold, monkeypatch):
     kinds = found.kinds().set_index("kind")
     assert list(kinds.index) == ["full_attention", "mamba2"] and (kinds["layers"] == 2).all()
     assert math.isclose(kinds["limit_s"].sum(), seconds) and (kinds["median_s"] > 0).all()
+    assert found.bound_by == "memory" and (kinds["bound_by"] == "memory").all()
     row = found.to_dict()
     assert row["context_min"] == 25 and row["context_max"] == 61 and row["num_requests"] == 2
     text = str(found)
@@ -450,15 +452,72 @@ def test_a_small_cache_stays_small():
     assert not any(out.isnan().any() for out in prepare_step(cache, batch).outputs().values())
 
 
-def test_bench_decode_command(capsys, monkeypatch):
-    monkeypatch.setattr("decodebench.study.bench_decode.bandwidth", lambda device, max_age: SPEED)
+def test_bench_decode_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_decode, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(bench_decode, "bandwidth", lambda device, max_age: SPEED)
     small = ["bench", "decode", "--quick", "--requests", "2", "--context", "80", "--models"]
-    assert main([*small, "tiny-nemotron-h", "--json"]) == 0
+    status = main([*small, "tiny-nemotron-h", "--json", "--out", str(tmp_path)])
     result = json.loads(capsys.readouterr().out)
     assert [row["kind"] for row in result["rows"]] == ["mamba2", "full_attention"]
     assert all(row["median_s"] > 0 and row["x_reference"] > 0 for row in result["rows"])
+    assert all(row["bound_by"] in ("memory", "arithmetic") for row in result["rows"])
     assert result["provenance"]["settings"]["context"] == 80
-    assert main([*small, "tiny-llama"]) == 0
+    mamba, attention = result["floors"]
+    assert (mamba["at_least"], attention["at_least"]) == (0.75, 0.7) and "mamba2" in mamba["floor"]
+    met = [floor["met"] for floor in result["floors"]]
+    assert status == (1 if False in met else 3 if None in met else 0)
+    assert list(sweep.read(tmp_path)["limit_share"]) == [row["limit_share"] for row in result["rows"]]
+    assert main([*small, "tiny-llama"]) in (0, 1, 3)
     assert "full_attention" in capsys.readouterr().out
     assert main([*small, "no-such-model"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_floors_of_a_decode_bench():
+    row = {"model": "m", "kind": "gdn", "dtype": "bf16", "holds_state": True, "bound_by": "memory"}
+    row |= {"limit_share": 0.74, "disturbed": None, "x_vllm": 1.2, "vllm_disturbed": "turns scatter by 80%"}
+    share, theirs = bench_decode.floors([row, {"model": "n", "failed": "why"}])
+    assert (share.at_least, share.reached, share.met) == (0.75, 0.74, False)
+    assert theirs.reached is theirs.met is None and "scatter" in theirs.disturbed
+    (share,) = bench_decode.floors([row | {"holds_state": False, "x_vllm": None}])
+    assert (share.at_least, share.met) == (0.7, True)
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+FAST = replace(SPEED, products=2e-3, products_float32=1e-3, vector=1e-3, exponentials=1e-3)
+
+
+def test_the_limit_is_the_longer_of_bytes_and_operations():
+    work = [LayerWork("a", 0, "full_attention", 10**9, 0)]
+    few, many = (Operations(products=int(n)) for n in (1e8, 1e9))
+    assert limits.limit_of(work, [few], FAST) == limits.Limit(0.1, 0.05)
+    assert limits.limit_of(work, [few], FAST).bound_by == "memory"
+    assert limits.limit_of(work, [many], FAST).seconds == 0.5
+    assert limits.limit_of(work, [many], FAST).bound_by == "arithmetic"
+    exact = replace(many, product_dtype="float32")
+    assert limits.limit_of(work, [exact, exact], FAST).seconds == 2.0
+    assert limits.limit_of(work, [many], SPEED).bound_by == "memory", "what was not measured takes no time"
+    launched = limits.limit_of(work, [many], replace(FAST, launch_seconds=1.0))
+    assert launched.seconds == 1.5
+
+
+def test_operations_of_states_are_those_of_their_formulas():
+    conv = {"conv": (3, 64)}
+    found = limits.state_operations("mamba2", conv | {"ssm": (4, 16, 32)}, 2)
+    assert found == Operations(vector=2 * 4 * 16 * 32 * 5 + 2 * 2 * 64 * 4, exponentials=2 * 64)
+    found = limits.state_operations("mamba1", conv | {"ssm": (96, 16)}, 1)
+    assert found.exponentials == 96 * 16 + 64
+    found = limits.state_operations("kda", conv | {"recurrent": (2, 32, 16)}, 1)
+    assert found.exponentials == 2 * 16 + 64
+    assert limits.state_operations("short_conv", conv, 2) == Operations(vector=2 * 2 * 64 * 4)
+
+
+def test_each_field_is_the_best_of_its_probes():
+    kernels = {"read": [bandwidth.Probe(int, 1e9), bandwidth.Probe(int, 1e9)]}
+    kernels |= {name: [bandwidth.Probe(int, 1e12)] for name in ("products", "products_float32")}
+    seconds = {"read": [1.0, 0.5], "products": [4.0], "products_float32": [2.0]}
+    found = bandwidth.from_probes(seconds, kernels, "cpu", 1)
+    assert found.read == 2.0 and math.isnan(found.copy)
+    assert found.products == found.products_float32 == 0.5, "bfloat16 is no slower: it can be converted"
+    assert set(bandwidth.probes(1 << 16)) >= {"read", "update", "products", "products_float32"}

@@ -47,7 +47,7 @@ static void mamba1(void* state_, int64_t stride, const int64_t* rows, int64_t ba
           const float step = dt[i * channels + k + c16], input = step * x[i * channels + k + c16];
           for (int64_t j = 0; j < n; j += 16) {
             const int64_t at = (k + c16) * n + j;
-            V h = T::load(s + at) * vexp(loadu<V>(a + at) * step) + loadu<V>(b + i * n + j) * input;
+            V h = T::load(s + at) * vexp2(loadu<V>(a + at) * (step * LOG2E)) + loadu<V>(b + i * n + j) * input;
             y[c16] += h * loadu<V>(c + i * n + j);
             T::store(s + at, h);
           }
@@ -71,20 +71,30 @@ static void mamba2(void* state_, int64_t stride, const int64_t* rows, int64_t ba
       const float* b = xbc + i * channels + heads * width + h / (heads / groups) * n;
       const float* c = b + groups * n;
       const float step = dt[i * heads + h], keep = std::exp(step * a[h]);
-      for (int64_t p = 0; p < width; p++) {
-        const float input = step * x[p];
-        V y = {};
-        for (int64_t j = 0; j < n; j += 16) {
-          V v = T::load(s + p * n + j) * keep + loadu<V>(b + j) * input;
-          y += v * loadu<V>(c + j);
-          T::store(s + p * n + j, v);
+      auto rows_of = [&](auto count, int64_t p) {   // their sums over lanes are taken together
+        constexpr int R = decltype(count)::value;
+        V y[16] = {};
+        for (int r = 0; r < R; r++) {
+          raw* row = s + (p + r) * n;
+          const float input = step * x[p + r];
+          for (int64_t j = 0; j < n; j += 16) {
+            V v = T::load(row + j) * keep + loadu<V>(b + j) * input;
+            y[r] += v * loadu<V>(c + j);
+            T::store(row + j, v);
+          }
         }
-        out[(i * heads + h) * width + p] = sum(y) + d[h] * x[p];
-      }
+        float* to = out + (i * heads + h) * width + p;
+        if constexpr (R == 16) storeu(to, sums(y) + loadu<V>(x + p) * d[h]);
+        else *to = sum(y[0]) + d[h] * x[p];
+      };
+      int64_t p = 0;
+      for (; p + 16 <= width; p += 16) rows_of(std::integral_constant<int, 16>{}, p);
+      for (; p < width; p++) rows_of(std::integral_constant<int, 1>{}, p);
     }
 }
 
-// Gated delta rule; g is one log decay a head (per_channel 0) or one a key channel (1).
+// Gated delta rule; g is one log decay a head (per_channel 0) or one a key channel (1). With the decayed state
+// D = S * e^g both sums over a row, D k and D q, are taken in one pass, because S' q = D q + change * (k q).
 template <class T>
 static void delta(void* state_, int64_t stride, const int64_t* rows, int64_t batch, int64_t heads, int64_t dv,
                   int64_t dk, int64_t key_heads, const float* qkv, const float* g, const float* beta,
@@ -100,33 +110,45 @@ static void delta(void* state_, int64_t stride, const int64_t* rows, int64_t bat
       const float* k = q + key_heads * dk;
       const float* v = qkv + i * channels + 2 * key_heads * dk + h * dv;
       std::vector<float> scratch(4 * dk);
-      float *qn = scratch.data(), *kn = qn + dk, *keep = kn + dk, *row = keep + dk;
-      V q2 = {}, k2 = {};
+      float *kn = scratch.data(), *keep = kn + dk, *keep_k = keep + dk, *keep_q = keep_k + dk;
+      V q2 = {}, k2 = {}, qk = {};
       for (int64_t j = 0; j < dk; j += 16) {
-        V a = loadu<V>(q + j), b = loadu<V>(k + j); q2 += a * a; k2 += b * b;
+        V a = loadu<V>(q + j), b = loadu<V>(k + j); q2 += a * a; k2 += b * b; qk += a * b;
       }
       const float qs = 1.0f / std::sqrt(sum(q2) + 1e-6f) / std::sqrt((float)dk);
-      const float ks = 1.0f / std::sqrt(sum(k2) + 1e-6f);
+      const float ks = 1.0f / std::sqrt(sum(k2) + 1e-6f), product = sum(qk) * qs * ks;
       for (int64_t j = 0; j < dk; j += 16) {
-        storeu(qn + j, loadu<V>(q + j) * qs); storeu(kn + j, loadu<V>(k + j) * ks);
-        V decay = per_channel ? loadu<V>(g + (i * heads + h) * dk + j) : splat(g[i * heads + h]);
-        storeu(keep + j, vexp(decay));
+        V decay = vexp(per_channel ? loadu<V>(g + (i * heads + h) * dk + j) : splat(g[i * heads + h]));
+        V unit = loadu<V>(k + j) * ks;
+        storeu(kn + j, unit); storeu(keep + j, decay);
+        storeu(keep_k + j, decay * unit); storeu(keep_q + j, decay * (loadu<V>(q + j) * qs));
       }
       const float b = beta[i * heads + h];
-      for (int64_t p = 0; p < dv; p++) {
-        V dot = {}, y = {};
+      auto rows_of = [&](auto count, int64_t p) {
+        constexpr int R = decltype(count)::value;
+        raw* row[4];
+        for (int r = 0; r < 4; r++) row[r] = s + (p + std::min(r, R - 1)) * dk;
+        V dots[4] = {}, ys[4] = {};
         for (int64_t j = 0; j < dk; j += 16) {
-          V x = T::load(s + p * dk + j) * loadu<V>(keep + j);
-          dot += x * loadu<V>(kn + j); storeu(row + j, x);
+          const V kj = loadu<V>(keep_k + j), qj = loadu<V>(keep_q + j);
+          for (int r = 0; r < R; r++) { V x = T::load(row[r] + j); dots[r] += x * kj; ys[r] += x * qj; }
         }
-        const float change = b * (v[p] - sum(dot));
+        const V both = fold<20>(quarter_sums(dots[0], dots[1], dots[2], dots[3]), quarter_sums(ys[0], ys[1], ys[2], ys[3]));
+        float total[16]; storeu(total, fold<10>(both, both));   // four sums with k, four with q
+        V change[R];
+        for (int r = 0; r < R; r++) {
+          const float by = b * (v[p + r] - total[r]);
+          out[(i * heads + h) * dv + p + r] = total[4 + r] + by * product;
+          change[r] = splat(by);
+        }
         for (int64_t j = 0; j < dk; j += 16) {
-          V x = loadu<V>(row + j) + loadu<V>(kn + j) * change;
-          y += x * loadu<V>(qn + j);
-          T::store(s + p * dk + j, x);
+          const V keep_j = loadu<V>(keep + j), kj = loadu<V>(kn + j);
+          for (int r = 0; r < R; r++) T::store(row[r] + j, T::load(row[r] + j) * keep_j + kj * change[r]);
         }
-        out[(i * heads + h) * dv + p] = sum(y);
-      }
+      };
+      int64_t p = 0;
+      for (; p + 4 <= dv; p += 4) rows_of(std::integral_constant<int, 4>{}, p);
+      for (; p < dv; p++) rows_of(std::integral_constant<int, 1>{}, p);
     }
 }
 
