@@ -91,6 +91,13 @@ class Tried:
     simulation: Simulation | None = field(default=None, repr=False)
     refused: str | None = None
 
+    @property
+    def served(self) -> Simulation:
+        """The simulation of a choice that was not refused; raises ``RecommendError`` for one that was."""
+        if self.simulation is None:
+            raise RecommendError(f"nothing was simulated: {self.refused}")
+        return self.simulation
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -115,7 +122,7 @@ class Recommendation:
     @property
     def flags(self) -> str:
         """Arguments of ``vllm serve`` for the best choice."""
-        return self.best.choice.flags(self.memory, self.best.simulation.layout.max_model_len)
+        return self.best.choice.flags(self.memory, self.best.served.layout.max_model_len)
 
     def table(self) -> pd.DataFrame:
         """All choices, the best first; refused ones last, with their reason."""
@@ -286,7 +293,7 @@ def _gain(a: Tried, b: Tried, ttft: float, tpot: float) -> tuple[float, float] |
     """(more good requests a second, seconds less of mean latency) where ``b`` is better beyond noise, and by
     so much that it is worth a setting.
     """
-    table = compare_simulations(a.simulation, b.simulation, ttft, tpot).set_index("metric")
+    table = compare_simulations(a.served, b.served, ttft, tpot).set_index("metric")
     good, latency = table.loc["good"], table.loc["latency_s"]
     more = b.facts["goodput"] - a.facts["goodput"]
     if good["distinguishable"] and abs(more) > WORTH * a.facts["goodput"]:

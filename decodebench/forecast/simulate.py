@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast import prefix_cache, scheduler
@@ -196,7 +196,8 @@ def simulate(
         bool(groups[scheduler.CHECKPOINT, states].all()),
         POLICIES[settings.scheduling_policy],
     )
-    arguments = (groups, state, requests, step_time.costs(layout, groups, members, budget))
+    costs = step_time.costs(layout, groups, members, budget)
+    arguments: tuple = (groups, state, requests, costs)
     if prefix_caching:
         segments = _segments_of(traffic, asked.served)
         blocks = prefix_cache.new_blocks(
@@ -410,14 +411,14 @@ class Simulation:
             rows[f"{name}_s"] = column
         return rows
 
-    def facts(self, ttft: float = float("inf"), tpot: float = float("inf")) -> dict:
+    def facts(self, ttft: float = float("inf"), tpot: float = float("inf")) -> dict[str, Any]:
         """The simulation as one row of numbers; ``ttft`` and ``tpot`` are the limits of goodput, in seconds."""
         import numpy as np
 
         n, x = self.count, self.state.x
         busy, seconds = float(x[scheduler.X_BUSY]), self.seconds
         over_time = max(seconds, 1e-300)
-        row = {
+        row: dict[str, Any] = {
             "requests": len(self.traffic),
             "refused": sum(self.refused.values()),
             "finished": self.finished,

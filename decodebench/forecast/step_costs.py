@@ -71,7 +71,7 @@ class Floor:
             alike = alike or [k for k in range(columns) if groups[scheduler.KIND, k] == scheduler.FULL]
             if not alike:
                 continue
-            size = reading.spec.num_kv_heads * reading.spec.entry_bytes / reading.spec.tokens_per_state
+            size = reading.spec.bytes_per_token_slot / reading.spec.tokens_per_state
             read[alike[0]] += reading.layers * size / machine.bandwidth
             pairs[alike[0]] += (
                 reading.layers * 2 * reading.query_heads * reading.widths / machine.peak_of("bf16")

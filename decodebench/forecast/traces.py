@@ -104,8 +104,8 @@ def _find(trace: str | Path) -> Path:
     if path.is_file():
         return path
     if path.name == str(trace):
-        for known in TRACES.glob(f"{path.name}.*.gz"):
-            return known
+        for stored in TRACES.glob(f"{path.name}.*.gz"):
+            return stored
     known = ", ".join(list_traces())
     raise TrafficError(f"trace {str(trace)!r}: no such file, and no trace of that name; known are {known}")
 
@@ -254,11 +254,10 @@ def _entries(whole: list, found: _Found) -> Iterator[tuple[str, dict]]:
 
 
 def _read_rows(rows: Iterator[tuple[str, dict]], path: Path, found: _Found) -> None:
-    form = columns = None
+    known = None
     for where, row in rows:
-        if form is None:
-            form, columns = _form_of(row, path)
-        prompt, output, time, hashes = columns
+        known = known or _form_of(row, path)
+        form, (prompt, output, time, hashes) = known
         try:
             tokens = _tokens(row, prompt, "prompt"), _tokens(row, output, "output")
             when = _time(row.get(time), form.unit) if time else None
@@ -288,12 +287,19 @@ def _form_of(row: dict, path: Path) -> tuple[Format, tuple[str, str, str | None,
     raise TrafficError(f"{path}: columns of no known trace ({seen}). Known are {known}")
 
 
+def _number(value: object) -> float:
+    """A number, or text that is one; else nan."""
+    try:
+        return (
+            float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+        )
+    except (ValueError, OverflowError):
+        return math.nan
+
+
 def _tokens(row: dict, column: str, what: str) -> int:
     value = row.get(column)
-    try:
-        number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
+    number = _number(value)
     if not math.isfinite(number) or number != int(number):
         raise _BadRow(f"{column} {value!r} is not a number of tokens")
     if not 1 <= number <= LONGEST:
@@ -303,15 +309,15 @@ def _tokens(row: dict, column: str, what: str) -> int:
 
 def _time(value: object, unit: str) -> float:
     """Seconds, from a date, seconds or milliseconds."""
-    try:
-        if unit == "date":
+    if unit == "date":
+        try:
             moment = datetime.fromisoformat(str(value).strip())
-            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-        number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
+        except ValueError:
+            raise _BadRow(f"time {value!r} is not a date") from None
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    number = _number(value)
     if not math.isfinite(number):
-        raise _BadRow(f"time {value!r} is not a {'date' if unit == 'date' else 'number'}")
+        raise _BadRow(f"time {value!r} is not a number")
     return number / 1000 if unit == "ms" else number
 
 
@@ -333,12 +339,12 @@ def _read_results(whole: dict, path: Path, found: _Found) -> None:
     inputs, outputs, times = (whole.get(name) for name in ("input_lens", "output_lens", "start_times"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise TrafficError(f"{path}: input_lens and output_lens are not lists of one length")
-    timed = isinstance(times, list) and len(times) == len(inputs)
+    starts = times if isinstance(times, list) and len(times) == len(inputs) else None
     for i, (prompt, output) in enumerate(zip(inputs, outputs)):
         try:
             row = {"input_lens": prompt, "output_lens": output}
             tokens = _tokens(row, "input_lens", "prompt"), _tokens(row, "output_lens", "output")
-            when = _time(times[i], "s") if timed else None
+            when = _time(starts[i], "s") if starts is not None else None
         except _BadRow as error:
             found.drop(f"request {i}", str(error))
         else:
@@ -351,10 +357,11 @@ def _read_sharegpt(whole: list, characters_per_token: float, found: _Found) -> N
         raise TrafficError(f"characters_per_token {characters_per_token!r}: a positive number is expected")
     for i, entry in enumerate(whole, 1):
         turns = entry.get("conversations") if isinstance(entry, dict) else None
-        texts = [t.get("value") for t in turns if isinstance(t, dict)] if isinstance(turns, list) else []
-        if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts[:2]):
+        said = [t.get("value") for t in turns if isinstance(t, dict)] if isinstance(turns, list) else []
+        texts = [text for text in said[:2] if isinstance(text, str) and text]
+        if len(texts) < 2:
             found.drop(f"entry {i}", "not a conversation of a question and an answer")
             continue
-        prompt, output = (max(1, round(len(text) / characters_per_token)) for text in texts[:2])
+        prompt, output = (max(1, round(len(text) / characters_per_token)) for text in texts)
         found.add(prompt, output, None)
     found.notes.append(f"tokens estimated as characters / {characters_per_token:g}")
