@@ -49,6 +49,7 @@ class Case:
     naive_normal: bool = True
 
     def rows(self, group: int) -> tuple[int, ...]:
+        """Sorted block ids that a group's layers are filled at."""
         return merge_blocks(request[group] for request in self.requests)
 
 
@@ -351,6 +352,7 @@ def _progress(text: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench bench fill``."""
     parser.add_argument(
         "--quick", action="store_true", help="an eighth of the bytes, 3 repeats, under a minute"
     )
@@ -359,6 +361,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_fill_command(arguments: argparse.Namespace) -> int:
+    """Measure, and print the table, or with ``--json`` all medians and the provenance."""
     result = run(arguments.quick, arguments.device)
     _progress("")
     print(json.dumps(result, indent=1) if arguments.json else table(result))
