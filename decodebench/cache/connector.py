@@ -175,9 +175,7 @@ class ConnectorScheduler:
         return startup_groups(self.layout, self.values)
 
     def is_filled(self, request: Fillable, num_computed_tokens: int) -> bool:
-        """Whether the request's blocks hold what they were filled with; one never seen counts as unfilled until
-        all of its tokens are computed.
-        """
+        """Whether nothing is to be filled: a fill reached as far, or all of its tokens are computed."""
         return num_computed_tokens >= self._filled.get(request.request_id, request.num_tokens)
 
     def tokens_per_block(self, group: int) -> int:
@@ -351,8 +349,9 @@ class ConnectorWorker:
         return [self.write(self.blocks_to_write(needed))]
 
     def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
-        """Write these blocks, ids per group; raises ``FillRefused`` before the first byte, ``FillFailed`` after
-        it.
+        """Write these blocks, ids per group.
+
+        Raises ``FillRefused`` before the first byte is written, ``FillFailed`` after it.
         """
         return fill_blocks(self.registered(), blocks, self.values)
 

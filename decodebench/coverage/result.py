@@ -83,7 +83,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether every required page is covered and nothing else was found: no stray page, no disagreement."""
+        """Whether every required page is covered, nothing was found beside them, and nothing went unseen."""
         return self.covered == self.required and not (self.findings or self.disagreements or self.unseen)
 
     @cached_property
@@ -246,8 +246,9 @@ class Tally:
         detail: str,
         request: int | None = None,
     ) -> None:
-        """Note what was found at some blocks of a group: in one layer, or in all of it; of one request, or of
-        none.
+        """Note what was found at some blocks of a group.
+
+        ``layer``: its position in the group, None for all; ``request``: its position in the batch, None for nobody's.
         """
         if not len(blocks):
             return

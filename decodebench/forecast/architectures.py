@@ -67,6 +67,7 @@ class Architecture:
 
 
 def attention_bias(**more: Flag) -> dict[str, Any]:
+    """The flags of a family whose four projections have biases where ``attention_bias`` says so."""
     return {"qkv_bias": "attention_bias", "out_bias": "attention_bias"} | more
 
 

@@ -8,7 +8,7 @@ parts up, as an engine does that runs one after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -99,6 +99,7 @@ class Bound:
 
     @cached_property
     def operations(self) -> float:
+        """Floating-point operations of a step on one rank."""
         return sum(load.operations for load in self.loads)
 
     @cached_property
@@ -134,6 +135,7 @@ class Bound:
 
     @property
     def tokens_per_second_per_request(self) -> float:
+        """Tokens a second of each request, at most."""
         return self.tokens_per_step / self.seconds
 
     @property
@@ -277,7 +279,7 @@ def bound(
     positions_per_step: float | None = None,
     prompt_tokens: float = 0,
     prompt_context: float = 0,
-    **options,
+    **options: Any,
 ) -> Bound | Bounds:
     """The floor of one decode step of ``batch`` requests of ``context`` tokens, the new one included.
 
@@ -328,7 +330,7 @@ class Bounds:
 
     cases: tuple[Bound, ...]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Bound]:
         return iter(self.cases)
 
     def __len__(self) -> int:
@@ -391,6 +393,7 @@ class Bounds:
         return f"<pre>{escape(str(self))}</pre>"
 
     def to_dict(self) -> dict:
+        """All cases as JSON takes them."""
         return {"cases": [case.to_dict() for case in self.cases]}
 
 
@@ -437,6 +440,7 @@ class Prepared:
 
     @property
     def chips(self) -> int:
+        """Ranks of all kinds of parallelism together: tensor × pipeline × data."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def at(
@@ -622,7 +626,7 @@ def prepare(
     enable_expert_parallel: bool = False,
     quantization: str | Mapping | None = "auto",
     routing: str = "uniform",
-    **options,
+    **options: Any,
 ) -> Prepared:
     """Everything about a deployment but its requests: read once, then asked with ``Prepared.at``."""
     model, machine = load_model(model), find_machine(machine)

@@ -345,7 +345,12 @@ def traits(steps: Sequence[Step]) -> np.ndarray:
     )
 
 
-def alike(a: Sequence[Step], b: Sequence[Step], numbers_a=None, numbers_b=None) -> np.ndarray:
+def alike(
+    a: Sequence[Step],
+    b: Sequence[Step],
+    numbers_a: np.ndarray | None = None,
+    numbers_b: np.ndarray | None = None,
+) -> np.ndarray:
     """Covariance of what the model misses on the steps ``a`` and ``b``."""
     import numpy as np
 

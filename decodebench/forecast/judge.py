@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.bound import Bound, BoundError, Prepared, prepare
 from decodebench.forecast.quantization import FORMATS
 from decodebench.forecast.results import Measured, read_results
 from decodebench.words import seconds_text, share_text, some
+
+if TYPE_CHECKING:
+    from decodebench.forecast.machines import Machine
+    from decodebench.models.model import Model
 
 #: share of the floor from which a figure is near the limit: what the best kernels reach of a data sheet's bandwidth
 NEAR = 0.8
@@ -41,6 +45,7 @@ class Judgement:
 
     @property
     def share(self) -> float:
+        """The floor over the measured step: above 1 it is impossible."""
         return self.bound.seconds / self.step_seconds
 
     def __str__(self) -> str:
@@ -63,6 +68,7 @@ class Judgement:
         return "\n".join([*lines, *(f"note: {note}" for note in self.measured.notes)])
 
     def to_dict(self) -> dict:
+        """The verdict as JSON takes it; seconds a step, the share from 0 to 1 (above: impossible)."""
         return {
             "verdict": self.verdict,
             "share": self.share,
@@ -98,12 +104,12 @@ def judge(measured: Measured | float | Mapping | str | Path, bound: Bound) -> Ju
 
 def judge_all(
     source: float | Mapping | str | Path,
-    model,
-    machine,
+    model: Model | str | Mapping,
+    machine: Machine | str,
     *,
     batch: float | None = None,
     context: int | None = None,
-    **deployment,
+    **deployment: Any,
 ) -> tuple[Judgement, ...]:
     """Every figure of a result against a floor for its own requests.
 
@@ -213,7 +219,7 @@ def quantized(prepared: Prepared, name: str) -> Prepared:
     return replace(prepared, formats=changed)
 
 
-def changed(prepared: Prepared, **options) -> Prepared | None:
+def changed(prepared: Prepared, **options: Any) -> Prepared | None:
     """The same deployment with other options; None where they do not go with the model."""
     same: dict[str, Any] = {
         "tensor_parallel_size": prepared.tensor_parallel_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from decodebench.forecast.bound import Bound, BoundError, prepare, requests
 from decodebench.forecast.efficiency import ENGINES, efficiency, step, stored
@@ -38,6 +39,7 @@ class Prediction:
 
     @property
     def high(self) -> float:
+        """Nine in ten held-out figures were no slower than this, relative to their estimate."""
         return self.seconds / max(0.05, 1 - self.error["p90"])
 
     @property
@@ -67,6 +69,7 @@ class Prediction:
         )
 
     def to_dict(self) -> dict:
+        """The estimate as JSON takes it; times in seconds."""
         return {
             "seconds": self.seconds,
             "low": self.low,
@@ -96,7 +99,7 @@ def predict(
     input_tokens: int = 0,
     output_tokens: int = 0,
     year: float = 2026.3,
-    **deployment,
+    **deployment: Any,
 ) -> Prediction:
     """The time of an output token in an engine, estimated from published figures, beside its floor.
 

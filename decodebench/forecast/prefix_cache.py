@@ -73,6 +73,7 @@ from decodebench.forecast.scheduler import (
 if TYPE_CHECKING:
     import numpy as np
 
+    from decodebench.forecast.scheduler import Costs, State
     from decodebench.forecast.traffic import Segments
 
 #: rows of ``Blocks.facts``: requests that hold it; its key (segment, token, group; segment NO_KEY: none);
@@ -118,7 +119,7 @@ class Blocks(NamedTuple):
 # -- keys -------------------------------------------------------------------------------------------
 
 
-def segment_at(starts, ids, ends, request, token):
+def segment_at(starts: np.ndarray, ids: np.ndarray, ends: np.ndarray, request: int, token: int) -> int:
     """The segment that covers the token before position ``token``; a number of its own behind all."""
     low, high = starts[request], starts[request + 1]
     if low == high or ends[high - 1] < token:
@@ -133,13 +134,13 @@ def segment_at(starts, ids, ends, request, token):
     return ids[low]
 
 
-def bucket_of(buckets, segment, token, group):
+def bucket_of(buckets: np.ndarray, segment: int, token: int, group: int) -> int:
     """Where the blocks of a key are kept."""
     mixed = segment * 1_000_003 + token * 7919 + group * 104_729
     return (mixed ^ (mixed >> 7) ^ (mixed >> 13)) & (len(buckets) - 1)
 
 
-def find(facts, buckets, segment, token, group):
+def find(facts: np.ndarray, buckets: np.ndarray, segment: int, token: int, group: int) -> int:
     """The oldest block with this key, 0 where there is none."""
     block = buckets[bucket_of(buckets, segment, token, group)]
     while block > 0:
@@ -153,7 +154,7 @@ def find(facts, buckets, segment, token, group):
     return 0
 
 
-def forget(k, block):
+def forget(k: Blocks, block: int) -> None:
     """Take a block's key away."""
     if k.facts[KEY_SEGMENT, block] == NO_KEY:
         return
@@ -170,7 +171,7 @@ def forget(k, block):
     k.facts[KEY_SEGMENT, block] = NO_KEY
 
 
-def remember(k, block, segment, token, group):
+def remember(k: Blocks, block: int, segment: int, token: int, group: int) -> None:
     """Give a block a key, behind others of the same one."""
     if k.facts[KEY_SEGMENT, block] != NO_KEY:
         if k.facts[KEY_TOKEN, block] == token:
@@ -191,7 +192,7 @@ def remember(k, block, segment, token, group):
 # -- free blocks ------------------------------------------------------------------------------------
 
 
-def take(g, q, k, group):
+def take(g: np.ndarray, q: State, k: Blocks, group: int) -> int:
     """A free block for a group: one without a key, else the one longest unused."""
     column = k.column[group]
     pool = g[POOL, column]
@@ -208,7 +209,7 @@ def take(g, q, k, group):
     return block
 
 
-def unlink(k, block, pool):
+def unlink(k: Blocks, block: int, pool: int) -> None:
     """Out of the list of free blocks with a key."""
     after, before = k.facts[FREE_NEXT, block], k.facts[FREE_BEFORE, block]
     if before > 0:
@@ -221,7 +222,7 @@ def unlink(k, block, pool):
         k.pools[NEWEST, pool] = before
 
 
-def touch(g, q, k, group, block):
+def touch(g: np.ndarray, q: State, k: Blocks, group: int, block: int) -> None:
     """One more request holds a block that was found."""
     column = k.column[group]
     if k.facts[HOLDERS, block] == 0:
@@ -231,7 +232,7 @@ def touch(g, q, k, group, block):
     k.facts[HOLDERS, block] += 1
 
 
-def give(g, q, k, group, block):
+def give(g: np.ndarray, q: State, k: Blocks, group: int, block: int) -> None:
     """One request less holds a block; the last one makes it free."""
     k.facts[HOLDERS, block] -= 1
     if k.facts[HOLDERS, block] > 0:
@@ -256,7 +257,7 @@ def give(g, q, k, group, block):
 # -- a request's tables -----------------------------------------------------------------------------
 
 
-def give_all(g, q, k, s):
+def give_all(g: np.ndarray, q: State, k: Blocks, s: int) -> None:
     """All blocks of a slot, group by group, the last first."""
     for group in range(len(k.column)):
         for at in range(k.lengths[s, group] - 1, -1, -1):
@@ -265,7 +266,7 @@ def give_all(g, q, k, s):
         k.lengths[s, group] = 0
 
 
-def give_skipped(g, q, k, s, c):
+def give_skipped(g: np.ndarray, q: State, k: Blocks, s: int, c: int) -> None:
     """Blocks that no later step reads once ``c`` tokens are computed."""
     for group in range(len(k.column)):
         i = k.column[group]
@@ -286,7 +287,7 @@ def give_skipped(g, q, k, s, c):
         k.retired[s, group] = max(stop, k.retired[s, group])
 
 
-def wanted(g, k, i, length, c, e, first, found):
+def wanted(g: np.ndarray, k: Blocks, i: int, length: int, c: int, e: int, first: bool, found: int) -> int:
     """New blocks that group ``i`` takes for a step from ``c`` to ``e`` tokens, ``length`` entries there."""
     kind, b = g[KIND, i], g[BLOCK, i]
     if kind == FIXED:
@@ -304,7 +305,7 @@ def wanted(g, k, i, length, c, e, first, found):
     return max(0, -(-e // b) - max(skipped, length + found))
 
 
-def exports(g, i, c, e):
+def exports(g: np.ndarray, i: int, c: int, e: int) -> int:
     """1 where a prefill from ``c`` to ``e`` exports its state at a boundary on the way."""
     b = g[BLOCK, i]
     at = (e - 1) // b * b
@@ -313,7 +314,7 @@ def exports(g, i, c, e):
     return 0
 
 
-def extend(g, q, k, s, c, e):
+def extend(g: np.ndarray, q: State, k: Blocks, s: int, c: int, e: int) -> None:
     """Blocks for a step from ``c`` to ``e`` tokens, group by group."""
     for group in range(len(k.column)):
         i = k.column[group]
@@ -347,7 +348,9 @@ def extend(g, q, k, s, c, e):
         k.lengths[s, group] = length
 
 
-def write_keys(g, q, k, s, request, prompt, tokens, step):
+def write_keys(
+    g: np.ndarray, q: State, k: Blocks, s: int, request: int, prompt: int, tokens: int, step: int
+) -> None:
     """Keys for blocks that ``tokens`` computed tokens have filled, as far as a hit could use them."""
     groups = len(k.column)
     if groups > 1:
@@ -388,7 +391,7 @@ def write_keys(g, q, k, s, request, prompt, tokens, step):
                 )
 
 
-def known(g, k, i, request, token):
+def known(g: np.ndarray, k: Blocks, i: int, request: int, token: int) -> bool:
     """Whether every group of column ``i`` holds the block of this request that ends at ``token``."""
     segment = segment_at(k.segment_start, k.segment_ids, k.segment_ends, request, token)
     missing = 0
@@ -398,7 +401,7 @@ def known(g, k, i, request, token):
     return missing == 0
 
 
-def longest_hit(g, k, i, request, most):
+def longest_hit(g: np.ndarray, k: Blocks, i: int, request: int, most: int) -> tuple[int, int]:
     """(tokens, first block) of the longest prefix up to ``most`` tokens that column ``i`` can start from."""
     kind, b, align = g[KIND, i], g[BLOCK, i], k.align
     blocks = most // b
@@ -432,7 +435,7 @@ def longest_hit(g, k, i, request, most):
     return run * b // align * align, 0
 
 
-def look_up(g, k, request, most):
+def look_up(g: np.ndarray, k: Blocks, request: int, most: int) -> int:
     """Tokens of the prefix that all groups can start from; their blocks are in ``hits``, from which on in
     the entry before them. Sets the request's junction.
     """
@@ -473,7 +476,7 @@ def look_up(g, k, request, most):
 # -- one step ---------------------------------------------------------------------------------------
 
 
-def leave(q, s):
+def leave(q: State, s: int) -> None:
     """Take a slot out of the running order and make it empty."""
     n = q.n
     ahead, behind = q.slots[AHEAD, s], q.slots[BEHIND, s]
@@ -490,7 +493,7 @@ def leave(q, s):
     n[N_SPARE] += 1
 
 
-def to_junction(start, new, prompt, total, b, junction):
+def to_junction(start: int, new: int, prompt: int, total: int, b: int, junction: int) -> int:
     """A chunk that also ends where the request's prefix parted from what other groups knew of it."""
     if junction == 0 or start >= max(prompt, total - 1):
         return new
@@ -498,7 +501,9 @@ def to_junction(start, new, prompt, total, b, junction):
     return stop - start if start < junction < start + new and start < stop < start + new else new
 
 
-def go_on(g, q, r, k, budget, align, checkpoint, policy):
+def go_on(
+    g: np.ndarray, q: State, r: Requests, k: Blocks, budget: int, align: int, checkpoint: bool, policy: int
+) -> tuple[int, bool]:
     """Schedule the running requests; (tokens left of the batch, whether one had to give way)."""
     n = q.n
     s = n[N_HEAD]
@@ -557,7 +562,7 @@ def go_on(g, q, r, k, budget, align, checkpoint, policy):
     return left, preempted
 
 
-def victim(q, r, policy):
+def victim(q: State, r: Requests, policy: int) -> int:
     """The running request that gives way: the last one, or the one that the queue would serve last."""
     if policy == FIRST_COME:
         return q.n[N_TAIL]
@@ -570,7 +575,18 @@ def victim(q, r, policy):
     return worst
 
 
-def admit(g, q, r, k, budget, left, align, checkpoint, policy, most):
+def admit(
+    g: np.ndarray,
+    q: State,
+    r: Requests,
+    k: Blocks,
+    budget: int,
+    left: int,
+    align: int,
+    checkpoint: bool,
+    policy: int,
+    most: int,
+) -> None:
     """Admit waiting requests, in their order, until one does not fit."""
     n, groups = q.n, len(k.column)
     while left > 0 and n[N_RUNNING] < most:
@@ -652,7 +668,7 @@ def admit(g, q, r, k, budget, left, align, checkpoint, policy, most):
         left -= new
 
 
-def first_kept(g, i, c):
+def first_kept(g: np.ndarray, i: int, c: int) -> int:
     """The first block of a group that a step from ``c`` tokens reads."""
     kind, b = g[KIND, i], g[BLOCK, i]
     if kind == WINDOW:
@@ -664,7 +680,7 @@ def first_kept(g, i, c):
     return 0
 
 
-def end_step(g, q, r, k):
+def end_step(g: np.ndarray, q: State, r: Requests, k: Blocks) -> None:
     """Tokens come out, in the running order; who is done leaves."""
     n, now = q.n, q.x[X_NOW]
     s = n[N_HEAD]
@@ -686,7 +702,7 @@ def end_step(g, q, r, k):
         s = after
 
 
-def write_sample(g, q, k, waiting):
+def write_sample(g: np.ndarray, q: State, k: Blocks, waiting: int) -> None:
     """Write down how things stand."""
     row = q.samples[sample_row(q, waiting)]
     columns = g.shape[1]
@@ -699,7 +715,20 @@ def write_sample(g, q, k, waiting):
         s = q.slots[AHEAD, s]
 
 
-def run_steps(g, q, r, cost, k, most, budget, align, checkpoint, policy, steps, trace):
+def run_steps(
+    g: np.ndarray,
+    q: State,
+    r: Requests,
+    cost: Costs,
+    k: Blocks,
+    most: int,
+    budget: int,
+    align: int,
+    checkpoint: bool,
+    policy: int,
+    steps: int,
+    trace: np.ndarray,
+) -> bool:
     """Go on for ``steps`` steps or until all is done; whether there is more to do. See ``scheduler.run_steps``."""
     n, x = q.n, q.x
     reads = q.samples[0, 5:].copy()

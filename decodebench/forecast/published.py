@@ -87,6 +87,7 @@ def published_model(name: str) -> Model:
 def deployment(
     model: str, machine: str, tp: int, dp: int, experts: bool, weights: str, kv_cache_dtype: str
 ) -> Prepared:
+    """What a figure was measured on, ready to be bounded; a checkpoint that names its cache's dtype keeps it."""
     figure = Figure(
         model, machine, "", "", None, tp, dp, experts, 1, 1, 1, 1, weights, kv_cache_dtype, 1, "", "", "", ""
     )

@@ -106,6 +106,7 @@ def formats(config: Mapping, dtype: str, scheme: str | Mapping | None = "auto") 
 
 
 def named(name: str) -> Format:
+    """A format by its name; raises ``QuantizationError`` for an unknown one."""
     if name not in FORMATS:
         raise QuantizationError(f"quantization {name!r}: known are auto, none, {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -284,6 +285,7 @@ def is_excluded(role: str, patterns: list[str]) -> bool:
 
 
 def matches(pattern: str, module: str) -> bool:
+    """Whether a module's path is one that a pattern of ``quantization_config`` means."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None

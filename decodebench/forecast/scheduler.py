@@ -144,7 +144,7 @@ X_NOW, X_BUSY, X_RUNNING, X_WAITING, X_SAMPLE_AT, X_SAMPLE_EVERY, X_SUMS = range
 # -- blocks of one request -----------------------------------------------------------------------
 
 
-def kept(g, i, c):
+def kept(g: np.ndarray, i: int, c: int) -> int:
     """Blocks that group ``i`` holds of ``c`` computed tokens once those no later step reads are given back."""
     kind, b = g[KIND, i], g[BLOCK, i]
     if kind == FIXED:
@@ -161,7 +161,7 @@ def kept(g, i, c):
     return blocks
 
 
-def held(g, i, c, e):
+def held(g: np.ndarray, i: int, c: int, e: int) -> int:
     """Blocks that group ``i`` holds after a step from ``c`` to ``e`` tokens."""
     kind, b = g[KIND, i], g[BLOCK, i]
     if kind == FIXED:
@@ -183,7 +183,7 @@ def held(g, i, c, e):
     return count
 
 
-def content(g, i, e):
+def content(g: np.ndarray, i: int, e: int) -> float:
     """Blocks that ``e`` tokens of a request fill, as far as a later step reads them (a fraction)."""
     kind = g[KIND, i]
     if kind == FULL:
@@ -197,7 +197,7 @@ def content(g, i, e):
     return float(g[FIXED_BLOCKS, i])
 
 
-def aligned_chunk(start, new, prompt, total, b, limit, checkpoint):
+def aligned_chunk(start: int, new: int, prompt: int, total: int, b: int, limit: int, checkpoint: bool) -> int:
     """Tokens of a prefill chunk that ends where a state can be kept: vLLM's ``_mamba_block_aligned_split``."""
     prefill_end = max(prompt, total - 1)
     if start >= prefill_end:
@@ -232,7 +232,7 @@ def _before(tokens, a, b):
     return tokens[PROMPT, a] < tokens[PROMPT, b] or (tokens[PROMPT, a] == tokens[PROMPT, b] and a < b)
 
 
-def push(queue, size, r, tokens, policy):
+def push(queue: np.ndarray, size: int, r: int, tokens: np.ndarray, policy: int) -> int:
     """One more request that waits; in front where first come is first served."""
     queue[size] = r
     if policy == SHORTEST_FIRST:
@@ -243,7 +243,7 @@ def push(queue, size, r, tokens, policy):
     return size + 1
 
 
-def pop(queue, size, tokens, policy):
+def pop(queue: np.ndarray, size: int, tokens: np.ndarray, policy: int) -> int:
     """Take the next one away (it is the last of a stack, the first of a heap)."""
     size -= 1
     if policy == SHORTEST_FIRST:
@@ -264,7 +264,7 @@ def pop(queue, size, tokens, policy):
 # -- counting a request that decodes ----------------------------------------------------------------
 
 
-def count_in(g, q, s, step, prompt, output):
+def count_in(g: np.ndarray, q: State, s: int, step: int, prompt: int, output: int) -> None:
     """Slot ``s`` decodes from ``step`` on with ``base + step`` tokens computed: count it."""
     base = q.slots[BASE, s]
     q.slots[MODE, s] = COUNTED
@@ -298,7 +298,7 @@ def count_in(g, q, s, step, prompt, output):
     q.finish_head[at] = s
 
 
-def count_out(g, q, s, step):
+def count_out(g: np.ndarray, q: State, s: int, step: int) -> None:
     """Slot ``s`` is counted no longer, from ``step`` on."""
     base = q.slots[BASE, s]
     q.n[N_COUNTED] -= 1
@@ -333,7 +333,7 @@ def count_out(g, q, s, step):
         q.slots[FINISH_BEHIND, ahead] = behind
 
 
-def wake(g, q, step):
+def wake(g: np.ndarray, q: State, step: int) -> None:
     """Windows that are full from this step on give a block back now and then."""
     for i in range(g.shape[1]):
         if g[KIND, i] != WINDOW:
@@ -349,7 +349,7 @@ def wake(g, q, step):
             s = q.wakes[WAKE_AHEAD, i, s]
 
 
-def leave_order(q, s):
+def leave_order(q: State, s: int) -> None:
     """Take a slot out of the running order and make it empty."""
     ahead, behind = q.slots[AHEAD, s], q.slots[BEHIND, s]
     if behind >= 0:
@@ -702,7 +702,7 @@ def _finish_step(g, q, r, step):
             count_in(g, q, s, step + 1, r.tokens[PROMPT, request], r.tokens[OUTPUT, request])
 
 
-def sample_row(q, waiting):
+def sample_row(q: State, waiting: int) -> int:
     """The number of the next row of samples, begun; where the table is full, every other row is kept."""
     n, x, rows = q.n, q.x, q.samples
     if n[N_SAMPLES] == len(rows):
@@ -739,7 +739,20 @@ def _sample(g, q, step, waiting):
         s = q.slots[AHEAD, s]
 
 
-def run_steps(g, q, r, cost, most, budget, align, checkpoint, policy, prefill, steps, trace):
+def run_steps(
+    g: np.ndarray,
+    q: State,
+    r: Requests,
+    cost: Costs,
+    most: int,
+    budget: int,
+    align: int,
+    checkpoint: bool,
+    policy: int,
+    prefill: bool,
+    steps: int,
+    trace: np.ndarray,
+) -> bool:
     """Go on for ``steps`` steps or until all is done; whether there is more to do.
 
     ``trace``: rows of (free blocks of pool 0, running, waiting, scheduled tokens) by step, as far as it goes.

@@ -59,6 +59,7 @@ class OneSecond:
     """Every step takes a second: for counting steps."""
 
     def costs(self, layout: Layout, groups: np.ndarray, members: tuple, budget: int) -> Costs:
+        """A second a step, whatever it does (``Costs``)."""
         import numpy as np
 
         none = np.zeros(groups.shape[1])
@@ -355,6 +356,7 @@ class Simulation:
 
     @property
     def finished(self) -> int:
+        """Requests that got all of their tokens."""
         return self.count(scheduler.N_DONE)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast import bound as floors
@@ -112,7 +112,7 @@ def step_floor(
     machine: Machine | str,
     efficiency: float = 1.0,
     launch: float = 0.0,
-    **options,
+    **options: Any,
 ) -> Floor:
     """The floor of a model's steps on a machine. ``options``: those of ``bound.prepare``."""
     return Floor(floors.prepare(model, machine, **options), efficiency, launch)

@@ -6,8 +6,9 @@ Of multimodal models the language model is counted: a decode step reads nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from decodebench.forecast import parts as blocks
@@ -31,7 +32,7 @@ from decodebench.models.model import Model
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
-def weights(model) -> tuple[Part, ...]:
+def weights(model: Model | str | Path | Mapping) -> tuple[Part, ...]:
     """Every tensor of the model by role, tensors of one role and shape added up.
 
     ``model`` is what ``load_model`` takes. Raises ``ConfigError`` where config.json leaves out a size
@@ -48,7 +49,7 @@ def tensors(model: Model, f: Fields, has: Architecture) -> tuple[Part, ...]:
     return add_up(found)
 
 
-def parameters(model) -> dict[str, int]:
+def parameters(model: Model | str | Path | Mapping) -> dict[str, int]:
     """Parameters by role, in the order of ``ROLES``; roles that a model lacks are left out."""
     counts: dict[str, int] = {}
     for part in weights(model):
@@ -101,6 +102,7 @@ def on(f: Fields, flag: Flag) -> bool:
 
 
 def width_of(f: Fields) -> int:
+    """Numbers in a token's hidden state."""
     return f.integer(*WIDTHS)
 
 
@@ -259,6 +261,7 @@ def experts(f: Fields, has: Architecture, width: int, layer: int = 0) -> list[Pa
 
 
 def linear_router(width: int, count: int, has: Architecture, f: Fields) -> int:
+    """Numbers of a router of ``count`` experts: its matrix, its bias and its correction where there are."""
     return blocks.linear(width, count, has.router_bias) + (count if on(f, has.correction) else 0)
 
 
@@ -301,6 +304,7 @@ def sparse_layers(f: Fields, depth: int) -> list[bool]:
 
 
 def norms(model: Model, f: Fields, has: Architecture) -> list[Part]:
+    """All normalization layers as one part."""
     if has.bare_norms:
         return []
     each = has.norms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError, MissingExtra
 from decodebench.layout.grouping import strategy
@@ -28,7 +28,7 @@ def compare(
     strategies: Sequence[str] = COMPARED,
     length: int | None = None,
     block_size: int | None = None,
-    **options,
+    **options: Any,
 ) -> pd.DataFrame:
     """A row a strategy: groups, blocks, what fits, what is wasted; a refused one with its reason.
 
@@ -49,7 +49,7 @@ def compare_rows(
     strategies: Sequence[str] = COMPARED,
     length: int | None = None,
     block_size: int | None = None,
-    **options,
+    **options: Any,
 ) -> list[dict]:
     """``compare`` without pandas; raises where the model itself is bad, not where a strategy refuses it."""
     parse_memories(memory)

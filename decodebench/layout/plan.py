@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from decodebench.layout.grouping import KVCacheGroupSpec, auto, strategy
 from decodebench.layout.layout import Layout
@@ -64,7 +65,7 @@ def plan(
     memory: int | str | Sequence[int | str] = DEFAULT_MEMORY,
     block_size: int | None = None,
     grouping: str = "auto",
-    **options,
+    **options: Any,
 ) -> Layout:
     """The cache layout that vLLM 0.32 would make of this model and memory, or that of another grouping.
 
@@ -81,7 +82,7 @@ def plan(
 
 
 def prepare(
-    model: Model | str | Mapping, block_size: int | None = None, grouping: str = "auto", **options
+    model: Model | str | Mapping, block_size: int | None = None, grouping: str = "auto", **options: Any
 ) -> Grouped:
     """A model's layers as groups under these options; see ``plan``."""
     opts = CacheOptions.of(options | {"block_size": block_size})
@@ -249,7 +250,10 @@ def split_memory(grouped: Grouped, budget: int) -> tuple[int, ...]:
 
 
 def from_groups(
-    groups: Sequence[KVCacheGroupSpec], num_blocks: int | Sequence[int], memory_order: str = "LBNHC", **facts
+    groups: Sequence[KVCacheGroupSpec],
+    num_blocks: int | Sequence[int],
+    memory_order: str = "LBNHC",
+    **facts: Any,
 ) -> Layout:
     """A layout from groups made by hand, with this many blocks (null block included), whatever fits.
 
@@ -265,7 +269,11 @@ def from_groups(
 
 
 def build(
-    groups: Sequence[KVCacheGroupSpec], counts: tuple[int, ...], memory_order: str, budget: int = 0, **facts
+    groups: Sequence[KVCacheGroupSpec],
+    counts: tuple[int, ...],
+    memory_order: str,
+    budget: int = 0,
+    **facts: Any,
 ) -> Layout:
     """A layout of these groups with ``counts`` blocks a pool; ``facts``: further fields of ``Layout``."""
     tensors, size = place(groups, counts, memory_order)

@@ -97,7 +97,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._file.close()
 
     def append(self, row: dict) -> None:

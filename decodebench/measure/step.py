@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -283,7 +283,7 @@ def _bits(view: torch.Tensor) -> torch.Tensor:
 
 
 def compare_with_reference(
-    cache: Cache, batch: Batch, backend: str | None = None, **options
+    cache: Cache, batch: Batch, backend: str | None = None, **options: Any
 ) -> dict[str, tuple[float, float]]:
     """layer → relative error (norm of the difference over the norm) of (output, bytes left in the cache).
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from decodebench.models import attention, indexed, latent, packed, state
 from decodebench.models.attention import all_or_none, alternating, as_a_whole, dense_first, every, first_of
@@ -48,7 +49,7 @@ def attending(
     head_dim: int | None = None,
     sliding_window: int | None = None,
     root: str = "model.layers",
-    **arguments,
+    **arguments: Any,
 ) -> Family:
     """A family of plain attention, by the defaults of its config class and what its reader is told."""
     defaults = {
@@ -62,7 +63,7 @@ def attending(
 
 
 def full(
-    max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None, **more
+    max_position_embeddings: int, kv_heads: int | None = None, head_dim: int | None = None, **more: Any
 ) -> Family:
     """A family whose layers are all alike, whatever ``layer_types`` says."""
     return attending(max_position_embeddings, kv_heads, head_dim, types=as_a_whole, always=True, **more)
@@ -73,7 +74,7 @@ def no_window(f: Fields, length: int) -> list[str]:
     return ["full_attention"] * length
 
 
-def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments) -> Family:
+def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments: Any) -> Family:
     """A family with latent attention (DeepSeek's defaults, ``rope`` numbers of its row are rotary)."""
     defaults = {
         "max_position_embeddings": max_position_embeddings,

@@ -232,7 +232,7 @@ class IndexerLayer:
         return self.num_heads
 
     def spec(self, r: Resolved) -> KVCacheSpec:
-        """One key a token, or a ``ratio``-th of them; quantized, with a float32 scale for 128 numbers."""
+        """One key for every ``ratio`` tokens; quantized, with a float32 scale for every 128 numbers."""
         content = self.head_dim + self.head_dim // 128 * 4 if self.quantized else self.head_dim
         return MLAAttentionSpec(
             block_size=r.block_size,
@@ -263,7 +263,7 @@ class RingLayer:
     split_by_context: bool = True
 
     def query_heads(self, tp: int = 1) -> int:
-        """One: the ring is kept whole on every rank."""
+        """One, whatever ``tp``: a ring is not divided by heads."""
         return 1
 
     def spec(self, r: Resolved) -> KVCacheSpec:
@@ -292,7 +292,7 @@ class ConvolutionWindowLayer:
     kernel: int
 
     def query_heads(self, tp: int = 1) -> int:
-        """KV heads on one of ``tp`` ranks, which the convolution runs over."""
+        """KV heads on one of ``tp`` ranks; raises ``OptionError`` where they do not divide."""
         return kv_heads_per_rank(self.num_kv_heads, tp, self.name)
 
     def spec(self, r: Resolved) -> KVCacheSpec:

@@ -85,6 +85,7 @@ CASES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench bench decode``."""
     parser.add_argument("--quick", action="store_true", help="five models, shorter contexts, under a minute")
     parser.add_argument("--json", action="store_true", help="rows, floors and provenance as JSON on stdout")
     parser.add_argument("--requests", type=int, help="batch size (8; quick 4)")
@@ -186,6 +187,7 @@ HEADER = (
 
 
 def line(row: Mapping[str, Any]) -> str:
+    """A row as a line of the table that is printed while the bench runs."""
     if "failed" in row:
         return f"{row['model']:20s} {row['failed']}"
 

@@ -64,6 +64,7 @@ class Case:
     naive_normal: bool = True
 
     def blocks(self, group: int) -> tuple[int, ...]:
+        """Sorted block ids that a group's layers are filled at."""
         return merge_blocks(request[group] for request in self.requests)
 
 
@@ -477,6 +478,7 @@ def _progress(text: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench bench fill``."""
     parser.add_argument(
         "--quick", action="store_true", help="an eighth of the bytes, 5 repeats, under a minute"
     )

@@ -145,6 +145,7 @@ def _progress(text: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench bench simulate``."""
     parser.add_argument("--quick", action="store_true", help="100,000 requests at most")
     parser.add_argument(
         "--largest", type=int, default=1_000_000, metavar="N", help="requests, up to 10,000,000"

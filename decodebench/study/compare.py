@@ -35,7 +35,13 @@ TIMED = ("median_s", "gb_per_s", "limit_share", "fill_seconds")
 
 
 def compare(
-    a, b, *, again=None, across: Sequence[str] = (), partial: bool = False, metrics: Sequence[str] = METRICS
+    a: str | Path | pd.DataFrame,
+    b: str | Path | pd.DataFrame,
+    *,
+    again: str | Path | pd.DataFrame | None = None,
+    across: Sequence[str] = (),
+    partial: bool = False,
+    metrics: Sequence[str] = METRICS,
 ) -> pd.DataFrame:
     """Two sweeps side by side: one row a case and metric, with the ratio b / a and its spread.
 
@@ -52,7 +58,8 @@ def compare(
     """
     import pandas as pd
 
-    a, b, again = (read(side) if isinstance(side, str | Path) else side for side in (a, b, again))
+    a, b = (read(side) if isinstance(side, str | Path) else side for side in (a, b))
+    again = read(again) if isinstance(again, str | Path) else again
     unknown = set(across) - set(AXES) - {"machine"}
     if unknown:
         raise SweepError(

@@ -103,7 +103,7 @@ def attention(block_size: int = 16, **changes: Any) -> FullAttentionSpec:
     return replace(plain, **changes)
 
 
-def state(block_size: int = 16, **changes) -> MambaSpec:
+def state(block_size: int = 16, **changes: Any) -> MambaSpec:
     """A state of two parts with dtypes of their own, in a page of 2,048 bytes of which 1,232 are used."""
     return MambaSpec(
         block_size=block_size,
@@ -114,7 +114,7 @@ def state(block_size: int = 16, **changes) -> MambaSpec:
     )
 
 
-def layout_of(specs: Sequence[KVCacheSpec], blocks: int = 8, **facts) -> Layout:
+def layout_of(specs: Sequence[KVCacheSpec], blocks: int = 8, **facts: Any) -> Layout:
     """One layer a group, one group a spec."""
     return from_groups(
         [KVCacheGroupSpec((f"layer.{i}",), (spec,), spec) for i, spec in enumerate(specs)], blocks, **facts

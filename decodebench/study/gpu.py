@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -106,7 +106,7 @@ def rehearsal() -> Target:
     return Target("cpu", "torch", True, models, (2, 1), (128, 64), (4 << 20, 16 << 20), 0.002)
 
 
-def run(target: Target, out: Path | None, minutes: float, say=print) -> Path:
+def run(target: Target, out: Path | None, minutes: float, say: Callable[[str], object] = print) -> Path:
     """The whole run; the folder with its rows. Raises ``CardUnusable`` or ``GateFailed`` in one line.
 
     ``say`` takes a line of text at a time.
@@ -495,6 +495,7 @@ def _summarise(out: Path, facts: dict, rows: list[dict], floors: list[str], targ
 
 
 def add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench gpu``."""
     parser.add_argument(
         "--out", type=Path, help="folder (data/results/gpu/<card>-<date>); a cut run goes on there"
     )

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decodebench.measure.journal import Journal
 from decodebench.measure.provenance import provenance
@@ -24,6 +25,9 @@ from decodebench.study.plans import forget
 from decodebench.study.spread import RUNNERS, Finished, runner_of
 from decodebench.study.table import COLUMNS, DTYPES, axes_text, read, schema, table
 from decodebench.words import columns, counted, plain_number
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["AXES", "COLUMNS", "Case", "CasesRefused", "SweepError", "compare", "read", "run", "schema"]
 
@@ -45,7 +49,7 @@ def run(
     runner: str = "local",
     workers: int | None = None,
     address: str | None = None,
-):
+) -> pd.DataFrame:
     """Every case of the grid as a DataFrame with the columns of ``COLUMNS``, in the grid's order.
 
     ``grid``: axes (see ``Case``), several such grids, or the path of a TOML file. ``out``: a folder
@@ -88,7 +92,7 @@ def _counted(result):
     return result
 
 
-def refusals(result) -> str:
+def refusals(result: pd.DataFrame) -> str:
     """How many cases of a table were refused or failed, and why, in one line."""
     bad = result[result["status"] != "ok"]
     told = (
@@ -123,6 +127,7 @@ def _rows(pending: Mapping[str, Case], finished: Finished, progress: bool | None
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench sweep``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "A grid is a TOML file of axes, each a value or a list of values; what is left out has its default.\n\n"
@@ -148,6 +153,10 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sweep_command(arguments: argparse.Namespace) -> int:
+    """Run a grid, and say in a few lines what came of it, beside another sweep where asked for.
+
+    Raises ``SweepError`` where the rows would go nowhere, and where no case could be measured.
+    """
     if arguments.out is None and arguments.csv is None:
         raise SweepError("nowhere to put the rows: give --out FOLDER, --csv FILE, or both")
     try:
@@ -195,7 +204,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
 GLANCE = ("groups", "num_blocks", "concurrency", "coverage", "median_s", "q1_s", "q3_s", "limit_share")
 
 
-def glance(result, rows: int = 20) -> list[str]:
+def glance(result: pd.DataFrame, rows: int = 20) -> list[str]:
     """The first rows of a table as lines: the axes that vary, and its main results."""
     ok = result[result["status"] == "ok"].head(rows)
     if ok.empty:

@@ -43,6 +43,7 @@ def traffic_of(trace: str, rate: float | None, requests: int | None, seed: int) 
 
 
 def traffic_stage(case: Case, made: dict) -> dict:
+    """The columns of a case's layout under its trace's requests; raises ``SweepError`` without a trace."""
     if case.trace is None:
         raise SweepError('measure "traffic" needs a trace: trace = "azure-conversation-2023", or a path')
     found = simulate(

@@ -42,7 +42,7 @@ CONNECTORS = {
 }
 
 
-def kv_transfer_config(connector: str, **options) -> dict:
+def kv_transfer_config(connector: str, **options: Any) -> dict:
     """What ``--kv-transfer-config`` (or ``LLM(kv_transfer_config=…)``) takes for a connector."""
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
     config["kv_connector_extra_config"] = options
@@ -77,7 +77,7 @@ def engine(
     model: str | Path | Mapping,
     connector: str | None = "GroupedDecodeBenchConnector",
     options: Mapping | None = None,
-    **llm_arguments,
+    **llm_arguments: Any,
 ) -> Iterator[LLM]:
     """An ``LLM`` with a connector; shut down on leaving.
 

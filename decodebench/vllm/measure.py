@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.vllm.launch import engine, prompts
@@ -37,7 +37,7 @@ def measure_decode(
     steps: int = 32,
     admissions: Sequence[str] = tuple(ADMISSIONS),
     options: Mapping | None = None,
-    **llm_arguments,
+    **llm_arguments: Any,
 ) -> pandas.DataFrame:
     """Times of every engine step, one row a step.
 

@@ -100,9 +100,7 @@ class StepAuditor:
         rank: int,
         group_numbers: Sequence[int],
     ) -> StepAuditor:
-        """The auditor of a worker, by an engine's config; raises ``DecodebenchError`` for a file it cannot
-        write.
-        """
+        """The auditor of an engine's worker; raises ``DecodebenchError`` for a file that it cannot write."""
         transfer = vllm_config.kv_transfer_config
         path = audit_path(options.audit_file, transfer.engine_id, rank)
         return cls(layout, values, options, path, rank, transfer.kv_connector, group_numbers)
