@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -79,14 +79,14 @@ class DecodeMeasurement:
 
         return pd.DataFrame(self.kind_rows())
 
-    def kind_rows(self) -> list[dict[str, object]]:
+    def kind_rows(self) -> list[dict[str, Any]]:
         """``kinds`` as dictionaries, for where there is no pandas (an engine's environment)."""
         rows = []
         for kind in dict.fromkeys(w.kind for w in self.work):
             work = [w for w in self.work if w.kind == kind]
             read, written = sum(w.bytes_read for w in work), sum(w.bytes_written for w in work)
             limit = limit_seconds(work, self.bandwidth, self.operations.get(kind, 0))
-            row: dict[str, object] = {"kind": kind, "layers": len(work), "bytes_read": read}
+            row: dict[str, Any] = {"kind": kind, "layers": len(work), "bytes_read": read}
             row |= {"bytes_written": written, "bytes_moved": read + written, "limit_s": limit}
             if kind in self.kind_timings:
                 t = self.kind_timings[kind]
@@ -96,7 +96,7 @@ class DecodeMeasurement:
             rows.append(row)
         return rows
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Flat columns for a result row."""
         return {
             **self.timing.to_dict(),
@@ -191,10 +191,10 @@ def measure_decode(
             f"out of memory for a step of {len(tokens)} requests with up to {max(tokens)} tokens: {error}"
         ) from error
     tokens = [blocks.request.num_tokens for blocks in batch.requests]
-    quiet = busy() if cache.device.type == "cpu" else None
+    quiet = busy(cache.device)
     notes = [note for note in (step.note, None if cold else _small_working_set(cache, step), quiet) if note]
     if step.assumed:
-        notes.append("query heads assumed: one a KV head (a layout made by hand); pass query_heads=")
+        notes.append("query heads assumed: one a KV head (a layout made by hand): pass query_heads=")
     return DecodeMeasurement(
         timing,
         step.backend,

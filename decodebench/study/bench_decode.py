@@ -15,12 +15,14 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from decodebench.cache.small import small_cache
+from decodebench.cache.small import MAX_CACHE_BYTES, small_cache
 from decodebench.cache.tensors import Cache, torch_dtype
 from decodebench.errors import DecodebenchError
+from decodebench.layout.plan import parse_memory
 from decodebench.layout.pool import Batch
 from decodebench.measure.bandwidth import bandwidth
 from decodebench.measure.clock import busy, measure, require_device
@@ -62,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="reference, torch, cpp or triton (default: the fastest here)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="only these models")
+    parser.add_argument(
+        "--max-cache",
+        type=parse_memory,
+        default=MAX_CACHE_BYTES,
+        metavar="BYTES",
+        help="that a model's cache may take: bytes or 80GiB (2GiB)",
+    )
 
 
 def bench_decode_command(arguments: argparse.Namespace) -> int:
@@ -83,9 +92,11 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
             f"of {context} tokens; attention and state work only, warm, medians\n"
         )
         print(HEADER)
+    if torch.device(arguments.device).type == "cuda":
+        bandwidth(arguments.device)  # kept for the process; a card full of caches has no room to measure it
     for case in cases:
         try:
-            options = {} if case.dtype == "auto" else {"dtype": case.dtype}
+            options: dict[str, Any] = {} if case.dtype == "auto" else {"dtype": case.dtype}
             cache, batch = small_cache(
                 case.model,
                 requests=requests,
@@ -93,6 +104,7 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
                 layers=case.layers,
                 device=arguments.device,
                 block_size=case.block_size,
+                max_bytes=arguments.max_cache,
                 **options,
             )
             new = measure_kinds(case, cache, batch, arguments.backend, 0.1 if quick else 0.5)
@@ -105,12 +117,19 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
         rows += new
         for row in new if not arguments.json else ():
             print(line(row), flush=True)
+    warning = busy(arguments.device)
     if arguments.json:
-        json.dump({"provenance": facts, "rows": rows, "warning": busy()}, sys.stdout, indent=1)
+        json.dump({"provenance": facts, "rows": rows, "warning": warning}, sys.stdout, indent=1)
         print()
     else:
-        print(LEGEND + (f"\n{busy()}" if busy() else ""))
+        print("\n".join([LEGEND, *footnotes(rows), *([warning] if warning else [])]))
     return 0
+
+
+def footnotes(rows: list[dict]) -> list[str]:
+    """What the table's lines do not say of their figures, once each: model, then the note."""
+    told = dict.fromkeys((row["model"], note) for row in rows for note in row.get("notes", ()))
+    return [f"{model}: {note}" for model, note in told]
 
 
 LEGEND = """
@@ -143,7 +162,7 @@ def line(row: dict) -> str:
 def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, seconds: float) -> list[dict]:
     """A row for each kind of layer."""
     device = cache.device
-    limit = bandwidth(device, max_age=0)
+    limit = bandwidth(device, max_age=0 if device.type == "cpu" else 120)
     found = measure_decode(cache, batch, backend, by_kind=True, min_seconds=seconds, limit=limit)
     step = prepare_step(cache, batch, backend)
     rows = []
@@ -156,9 +175,10 @@ def measure_kinds(case: Case, cache: Cache, batch: Batch, backend: str | None, s
         row = {"about": case.about, "model": case.model, **facts, "block_size": spec.block_size}
         row |= {"dtype": _short(spec.parts()[-1].dtype), "limit_gbps": moved / facts["limit_s"] / 1e9}
         row |= {"fallback": layers[0].fallback or "", "backend": found.backend, "bandwidth": asdict(limit)}
+        row["notes"] = found.notes
         row["spread"] = (facts["q3_s"] - facts["q1_s"]) / facts["median_s"]
         row["x_reference"] = _reference_seconds(cache, batch, first) / each
-        if not spec.holds_state and spec.head_size_v and spec.written_by_steps:
+        if not spec.holds_state and getattr(spec, "head_size_v", None) and spec.written_by_steps:
             row["x_plain"] = _plain_seconds(cache, batch, first, seconds) / each
             if device.type == "cpu":
                 theirs = _vllm_seconds(cache, batch, first, seconds)
@@ -206,6 +226,7 @@ def _multiply_seconds(cache: Cache, batch: Batch, layers: list[str], seconds: fl
 def _geometry(cache: Cache, batch: Batch, layer: str) -> dict:
     """Shapes of an attention layer's step for the kernels it is compared with."""
     layout, spec = cache.layout, cache.layout.layer_specs[layer]
+    assert layout.model is not None  # ``small_cache`` plans from a model
     heads = layout.model.query_heads(layer, layout.tensor_parallel_size)
     tables = [blocks.block_ids[layout.group_of[layer]] for blocks in batch.requests]
     return {

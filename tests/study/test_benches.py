@@ -1,5 +1,6 @@
 """bench fill: cases that are what their names say, and three ways to fill that leave the same bytes."""
 
+import argparse
 import json
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 
 from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Constant, Normal
+from decodebench.errors import DecodebenchError
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups, plan
 from decodebench.models.specs import FullAttentionSpec, MambaSpec
+from decodebench.study import bench_decode
 from decodebench.study import bench_fill as bench
 
 
@@ -151,3 +154,18 @@ def test_floors_are_judged_by_ratios(small_run):
         f"normal, {case}: share of memset"
         for case in ("contiguous", "half scattered", "16 requests x 4 scattered")
     }
+
+
+def test_decode_bench_tells_each_note_once_and_takes_larger_caches_where_allowed(capsys):
+    parser = argparse.ArgumentParser()
+    bench_decode.add_arguments(parser)
+    rows = [
+        {"model": "a", "notes": ("in L2: small",)},
+        {"model": "a", "notes": ("in L2: small",)},
+        {"model": "b", "failed": "no"},
+    ]
+    assert bench_decode.footnotes(rows) == ["a: in L2: small"]
+    asked = ["--models", "tiny-llama", "--requests", "2", "--context", "64"]
+    with pytest.raises(DecodebenchError, match="--max-cache"):
+        bench_decode.bench_decode_command(parser.parse_args([*asked, "--max-cache", "1KiB"]))
+    assert parser.parse_args([*asked, "--max-cache", "80GiB"]).max_cache == 80 << 30
