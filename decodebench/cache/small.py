@@ -49,7 +49,7 @@ def small_cache(
         raise DecodeError(
             f"{model}: {len(lengths)} requests of up to {max(lengths)} tokens and {layers} layers a group "
             f"take {layout.size / 2**30:.1f} GiB, more than {max_bytes / 2**30:.1f}: ask for fewer requests, "
-            "a shorter context or fewer layers"
+            "a shorter context or fewer layers, or allow more (max_bytes, --max-cache)"
         )
     batch = admit(layout, requests=len(lengths), context=lengths)
     cache = allocate(layout, device, initial="poison")

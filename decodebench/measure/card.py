@@ -134,20 +134,25 @@ def reasons_to_refuse(device: str | torch.device, free_bytes: int) -> list[str]:
         found.append(
             f"{name} is cut into MIG slices: a slice's figures are not the card's; ask for a whole card"
         )
-    others = [
-        row for row in smi(["pid", "used_memory"], card, "compute-apps") if row["pid"] != str(os.getpid())
-    ]
+    others = other_processes(device)
     if others:
-        found.append(
-            f"{len(others)} other process{'es' * (len(others) > 1)} on {name} "
-            f"(pid {', '.join(row['pid'] for row in others[:3])}): wait until the card is free"
-        )
+        found.append(f"{others}: wait until the card is free")
     free = torch.cuda.mem_get_info(device)[0]
     if free < free_bytes:
         found.append(
             f"{name} has {free / 2**30:.1f} GiB free, {free_bytes / 2**30:.0f} are needed: close what holds them"
         )
     return found
+
+
+def other_processes(device: str | torch.device) -> str | None:
+    """How many others compute on the card and which; None where nobody does, or nobody tells."""
+    rows = smi(["pid", "used_memory"], uuid_of(device), "compute-apps")
+    pids = [row["pid"] for row in rows if row["pid"] != str(os.getpid())]
+    if not pids:
+        return None
+    name = torch.cuda.get_device_properties(device).name
+    return f"{len(pids)} other process{'es' * (len(pids) > 1)} on {name} (pid {', '.join(pids[:3])})"
 
 
 def broke(error: BaseException, device: str | torch.device) -> bool:

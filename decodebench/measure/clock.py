@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from decodebench.errors import DecodebenchError
-from decodebench.measure.card import why_unusable
+from decodebench.measure.card import other_processes, why_unusable
 from decodebench.words import seconds_text
 
 
@@ -317,11 +317,15 @@ def _eviction_bytes() -> int:
     return min(2 * largest, 512 << 20)
 
 
-def busy() -> str | None:
-    """A warning where other processes are using this machine's cores, from the load of the last minute.
+def busy(device: str | torch.device = "cpu") -> str | None:
+    """A warning where others are using what a step needs: this machine's cores, or the GPU that it is timed on.
 
-    A step on all cores waits for the slowest of them: beside other work its median says little.
+    Cores are told by the load of the last minute: a step on all of them waits for the slowest. A GPU's
+    steps wait for no core, but for whatever else runs on the card.
     """
+    if torch.device(device).type == "cuda":
+        others = other_processes(device)
+        return f"the card was shared ({others}): latencies are pessimistic" if others else None
     try:
         load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     except (AttributeError, OSError):

@@ -122,7 +122,7 @@ class DecodeMeasurement:
             rows.append(row)
         return rows
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Flat columns for a result row."""
         return {
             **self.timing.to_dict(),
@@ -204,10 +204,10 @@ def measure_decode(
             f"out of memory for a step of {len(tokens)} requests with up to {max(tokens)} tokens: {error}"
         ) from error
     tokens = [blocks.request.num_tokens for blocks in batch.requests]
-    quiet = busy() if cache.device.type == "cpu" else None
+    quiet = busy(cache.device)
     notes = [note for note in (step.note, None if cold else _small_working_set(cache, step), quiet) if note]
     if step.assumed:
-        notes.append("query heads assumed: one a KV head (a layout made by hand); pass query_heads=")
+        notes.append("query heads assumed: one a KV head (a layout made by hand): pass query_heads=")
     return DecodeMeasurement(
         timing,
         step.backend,

@@ -303,11 +303,22 @@ def latency(table: pd.DataFrame, again: pd.DataFrame, device: str) -> Answer:
     if not said:
         return f"No step could be measured.{left_out}", None
     text = f"On this {device}: {'; '.join(said)}."
-    if busy:
+    if busy and any("in L2" in str(note) for note in rows["notes"]):
+        text += (
+            " Beyond the limit are steps that the card's L2 could hold: a model's whole cache it could not."
+        )
+    elif busy:
         text += (
             " The memory was slower while its limit was measured than during the steps: other work ran too."
         )
     return text + left_out, None
+
+
+def noted(table: pd.DataFrame) -> str:
+    """What was noted of a table's measurements, for the end of a subtitle; empty where nothing was."""
+    notes = table["notes"].dropna().astype(str) if "notes" in table else []
+    each = [note for text in notes for note in text.split("; ") if note]
+    return "".join(f"; {counted(each.count(note), 'row')}: {note}" for note in dict.fromkeys(each))
 
 
 def separated(first: pd.DataFrame, second: pd.DataFrame, fast: int, slow: int) -> bool:

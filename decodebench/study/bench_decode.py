@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from decodebench.cache.small import small_cache
+from decodebench.cache.small import MAX_CACHE_BYTES, small_cache
 from decodebench.cache.tensors import Cache
 from decodebench.errors import DecodebenchError
+from decodebench.layout.plan import parse_memory
 from decodebench.layout.pool import Batch
 from decodebench.measure.bandwidth import Bandwidth, bandwidth, from_probes, probes
 from decodebench.measure.clock import busy, require_device
@@ -94,6 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="only these models")
     parser.add_argument("--out", metavar="FOLDER", help="store the rows there too, as a sweep does")
+    parser.add_argument(
+        "--max-cache",
+        type=parse_memory,
+        default=MAX_CACHE_BYTES,
+        metavar="BYTES",
+        help="that a model's cache may take: bytes or 80GiB (2GiB)",
+    )
 
 
 def bench_decode_command(arguments: argparse.Namespace) -> int:
@@ -120,6 +128,8 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
             f"of {context} tokens; attention and state work only, medians\n"
         )
         print(HEADER)
+    if torch.device(arguments.device).type == "cuda":
+        bandwidth(arguments.device)  # kept for the process; a card full of caches has no room to measure it
     for case in cases:
         try:
             cache, batch = small_cache(
@@ -129,6 +139,7 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
                 layers=case.layers,
                 device=arguments.device,
                 **case.options,
+                max_bytes=arguments.max_cache,
             )
             new = measure_kinds(case, cache, batch, arguments.backend, quick)
             del cache
@@ -149,12 +160,14 @@ def bench_decode_command(arguments: argparse.Namespace) -> int:
             "provenance": facts,
             "rows": rows,
             "floors": [f.to_dict() for f in found],
-            "warning": busy(),
+            "warning": busy(arguments.device),
         }
         json.dump(result, sys.stdout, indent=1)
         print()
     else:
-        print("\n".join([LEGEND, "", *map(str, found), "", verdict(found) if found else ""]))
+        print(
+            "\n".join([LEGEND, *footnotes(rows), "", *map(str, found), "", verdict(found) if found else ""])
+        )
     return exit_status(found)
 
 
@@ -173,6 +186,12 @@ def floors(rows: Sequence[Mapping[str, Any]]) -> list[Floor]:
             reason = row["vllm_disturbed"]
             found.append(Floor(f"{name}: speed over vLLM's", 1.0, None if reason else row["x_vllm"], reason))
     return found
+
+
+def footnotes(rows: list[dict]) -> list[str]:
+    """What the table's lines do not say of their figures, once each: model, then the note."""
+    told = dict.fromkeys((row["model"], note) for row in rows for note in row.get("notes", ()))
+    return [f"{model}: {note}" for model, note in told]
 
 
 LEGEND = """
@@ -231,6 +250,8 @@ def measure_kinds(
         row |= {"block_size": spec.block_size, "dtype": _short(spec.parts()[-1].dtype)}
         row |= {"requests": len(batch.requests), "context": batch.requests[0].request.num_tokens}
         row |= {"fallback": part.layers[0].fallback or "", "backend": step.backend, "disturbed": disturbed}
+        if timed is not None:
+            row["notes"] = timed.notes
         row |= {
             "spread": (facts["q3_s"] - facts["q1_s"]) / facts["median_s"],
             "holds_state": spec.holds_state,

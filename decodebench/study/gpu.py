@@ -19,17 +19,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from decodebench.cache.run import fill_cache
 from decodebench.cache.small import small_cache
-from decodebench.cache.tensors import free_memory
+from decodebench.cache.tensors import Cache, free_memory
 from decodebench.cache.values import Constant, Normal
 from decodebench.coverage.from_bytes import audit
 from decodebench.errors import DecodebenchError
 from decodebench.layout.plan import plan
-from decodebench.layout.pool import admit
+from decodebench.layout.pool import Batch, admit
 from decodebench.layout.reads import decode_work
 from decodebench.layout.shrink import shrink
 from decodebench.measure import card
@@ -279,6 +280,8 @@ def _point(target: Target, point: dict, limit: Bandwidth, watch, stored: set[str
         return
     options = {k: point[k] for k in ("block_size", "kv_cache_dtype")}
     began = time.perf_counter()
+    cache: Cache | None
+    batch: Batch | None
     try:
         cache, batch = small_cache(
             point["model"],
@@ -309,7 +312,7 @@ def _point(target: Target, point: dict, limit: Bandwidth, watch, stored: set[str
             shared |= {"seconds": time.perf_counter() - began}
             whole = found.to_dict() | {"kind": "step", "layers": len(found.work)}
             for facts in (whole, *found.kind_rows()):
-                row = shared | {k: v for k, v in facts.items() if k in DTYPES or k in EXTRA}
+                row: dict[str, Any] = shared | {k: v for k, v in facts.items() if k in DTYPES or k in EXTRA}
                 row["device"], row["case_id"] = target.device, f"{case_id}-{facts['kind']}"
                 row["share_of_read"] = row["gb_per_s"] / limit.read
                 if not cold and facts["kind"] != "step":

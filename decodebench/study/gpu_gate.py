@@ -7,6 +7,7 @@ run with its name, and no figure is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -77,9 +78,8 @@ def _attention(
         shape = {"scale": size**-0.5, "head_size_v": size, "v_offset": size}
         want = reference.attend(*case, **shape)
         there = [_move(x, device) for x in case]
-        plan = module.prepare(*there[1:])
-        if module.NAME == "triton":
-            plan = type(plan)(plan.ranges, chunk)
+        cut: dict[str, Any] = {"chunk": chunk} if module.NAME == "triton" else {}
+        plan = module.prepare(*there[1:], **cut)
         got = module.attend(*there, **shape, plan=plan)
         _close(name, got.cpu().double(), want)
 
@@ -100,7 +100,7 @@ def _close(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float = 
 
 
 def _model(
-    name: str, device: str, backend: str | None, model: str, options: dict[str, str]
+    name: str, device: str, backend: str | None, model: str, options: dict[str, Any]
 ) -> Callable[[], None]:
     def check() -> None:
         cache, batch = small_cache(model, requests=2, context=[600, 333], layers=1, device=device, **options)

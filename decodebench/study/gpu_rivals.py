@@ -45,7 +45,13 @@ def _all(steps: list[Callable[[], object]]) -> None:
 def _shapes(cache: Cache, batch: Batch, layer: str):
     """(spec, query heads, view, block table [B, W] int32, tokens of each request, queries [B, heads, Dk])."""
     layout, spec = cache.layout, cache.layout.layer_specs[layer]
-    if getattr(spec, "head_size_v", 0) != spec.head_size or getattr(spec, "sliding_window", None):
+    size = getattr(spec, "head_size", 0)
+    if (
+        layout.model is None
+        or not size
+        or getattr(spec, "head_size_v", 0) != size
+        or getattr(spec, "sliding_window", None)
+    ):
         raise ValueError("compared on plain attention only: keys and values of one size, no window")
     view = cache.view(layer)
     if not isinstance(view, torch.Tensor) or view.element_size() != 2:
@@ -55,7 +61,7 @@ def _shapes(cache: Cache, batch: Batch, layer: str):
     width = max(map(len, rows))
     table = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int32)
     tokens = [blocks.request.num_tokens for blocks in batch.requests]
-    q = torch.randn(len(rows), heads, spec.head_size).to(view.dtype).to(cache.device)
+    q = torch.randn(len(rows), heads, size).to(view.dtype).to(cache.device)
     return spec, heads, view, table.to(cache.device), tokens, q
 
 

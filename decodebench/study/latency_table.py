@@ -37,7 +37,7 @@ def latency_table(
     (say ``label``) are carried into the rows. A setting that fails is a row with its reason in ``failed``.
     Columns: the settings, then kind, layers, blocks (of the kind, in tokens), median_s, q1_s, q3_s, p10_s,
     p90_s, steps, bytes_moved, gb_per_s, limit_s, limit_share, bound_by, backend, device,
-    cache_state, fallbacks.
+    cache_state, fallbacks, notes.
     ``out``: a folder to store the rows in, for ``db.sweep.read`` and ``compare``.
     """
     import pandas as pd
@@ -54,12 +54,11 @@ def latency_table(
             rows.append(label | {"kind": "step", "failed": str(error)})
             continue
         shared = found.to_dict()
-        same = {k: shared[k] for k in ("backend", "device", "cache_state", "fallbacks", "num_requests")}
+        same = {k: shared[k] for k in _SHARED}
         same |= {"groups": len(cache.layout.groups)}
         sizes = {w.kind: cache.layout.layer_specs[w.layer].block_size for w in found.work}
         whole = {k: shared[k] for k in _MEASURED} | {"layers": len(found.work)}
         rows.append(label | {"kind": "step"} | whole | same)
-        facts: dict[str, Any]
         for facts in found.kind_rows() if by_kind else ():
             part = {k: facts[k] for k in ("kind", "layers", *_MEASURED)}
             rows.append(label | part | same | {"block_tokens": sizes[str(facts["kind"])]})
@@ -90,5 +89,7 @@ _MEASURED = (
     "bound_by",
 )
 
+_SHARED = ("backend", "device", "cache_state", "fallbacks", "notes", "num_requests")
+
 #: columns that say what was found; the others, the setting's own, say what was measured
-FOUND = {*_MEASURED, "layers", "cache_state", "fallbacks", "num_requests", "groups", "block_tokens", "failed"}
+FOUND = {*_MEASURED, *_SHARED, "layers", "groups", "block_tokens", "failed"} - {"backend", "device"}

@@ -110,3 +110,12 @@ def test_provenance_names_the_card_wherever_a_row_came_from_it(tmp_path, monkeyp
     assert both["devices"] == {"cpu": machine("cpu")["device"], "cuda:0": "NVIDIA H200"}
     assert "NVIDIA H200" in both["device"] and both["driver"] == "570.00"
     assert provenance({}, device=["cuda:0"])["device"] == "NVIDIA H200"
+
+
+def test_a_shared_card_is_told_by_its_processes_and_not_by_the_cores(tmp_path, monkeypatch):
+    install_card(monkeypatch)
+    monkeypatch.setattr(clock.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    install_smi(tmp_path, monkeypatch)
+    assert clock.busy("cuda") is None  # a GPU's steps wait for no core
+    install_smi(tmp_path, monkeypatch, processes=["4242, 1000"])
+    assert "1 other process on NVIDIA H200 (pid 4242)" in clock.busy("cuda")

@@ -237,3 +237,10 @@ def test_a_fill_names_the_cases_at_both_ends():
     )
     text, _ = verdicts.fill(costs)
     assert "20.0% of memset's speed (shared, 128 KiB) to 90% (large, 8 MiB)" in text and "2.0 times" in text
+
+
+def test_notes_of_measurements_are_counted_once_each():
+    in_l2, busy = "in L2: the step reads 17 MiB, the L2 holds 50", "the machine was busy (load 9.0)"
+    table = pd.DataFrame({"notes": [in_l2, f"{in_l2}; {busy}", None]})
+    assert verdicts.noted(table) == f"; 2 rows: {in_l2}; 1 row: {busy}"
+    assert verdicts.noted(pd.DataFrame({"notes": [None]})) == verdicts.noted(pd.DataFrame()) == ""

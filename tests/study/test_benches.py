@@ -1,5 +1,6 @@
 """bench fill: cases that are what their names say, and three ways to fill that leave the same bytes."""
 
+import argparse
 import json
 import os
 
@@ -9,12 +10,13 @@ import torch
 from decodebench.__main__ import main
 from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Constant, Normal
+from decodebench.errors import DecodebenchError
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups, plan
 from decodebench.measure.journal import store
 from decodebench.models.specs import FullAttentionSpec, MambaSpec
+from decodebench.study import bench_decode, floors, sweep
 from decodebench.study import bench_fill as bench
-from decodebench.study import floors, sweep
 
 
 def small_layout(num_blocks, num_layers=2, page_bytes=None):
@@ -193,3 +195,18 @@ def test_the_commands_exit_status(small_run, status, reached, monkeypatch, capsy
     assert json.loads(capsys.readouterr().out)["floors"] == judged
     assert main(["bench", "fill"]) == status
     assert ("MISSED  one" in capsys.readouterr().out) == (status == 1)
+
+
+def test_decode_bench_tells_each_note_once_and_takes_larger_caches_where_allowed(capsys):
+    parser = argparse.ArgumentParser()
+    bench_decode.add_arguments(parser)
+    rows = [
+        {"model": "a", "notes": ("in L2: small",)},
+        {"model": "a", "notes": ("in L2: small",)},
+        {"model": "b", "failed": "no"},
+    ]
+    assert bench_decode.footnotes(rows) == ["a: in L2: small"]
+    asked = ["--models", "tiny-llama", "--requests", "2", "--context", "64"]
+    with pytest.raises(DecodebenchError, match="--max-cache"):
+        bench_decode.bench_decode_command(parser.parse_args([*asked, "--max-cache", "1KiB"]))
+    assert parser.parse_args([*asked, "--max-cache", "80GiB"]).max_cache == 80 << 30

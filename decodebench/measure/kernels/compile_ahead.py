@@ -229,7 +229,7 @@ def context_text(ranges: tuple[tuple[int, int], ...]) -> str:
 class Modelled:
     """A step of one layer on a card as its machine code promises it: a row of the table.
 
-    ``kernels``: ``source_hash`` of the kernels, or the commit of kernels that are no more.
+    ``kernels``: ``source_hash`` of the kernels.
     ``geometry``: query and KV heads, head sizes and tokens a block of an attention; a state's shapes.
 
     ``kernel_share``, ``layer_share``: the time that the bytes need at ``REACHABLE`` of the data sheet's
@@ -461,9 +461,7 @@ def stored_rows(path: Path) -> list[dict[str, str]]:
 def main() -> None:
     """Print and write the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument(
-        "--out", type=Path, help="a CSV file for the rows; rows of commits long gone in it are kept"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a CSV file for the rows")
     parser.add_argument("--every-model", action="store_true", help="also every shape of data/models")
     parser.add_argument(
         "--missing", action="store_true", help="build only what the file does not hold of these kernels"
@@ -471,7 +469,7 @@ def main() -> None:
     arguments = parser.parse_args()
     old = stored_rows(arguments.out) if arguments.out else []
     known = {tuple(row.get(name, "") for name in KEY): row for row in old} if arguments.missing else {}
-    rows: list[dict[str, Any]] = [row for row in old if row["kernels"].startswith("commit ")]
+    rows: list[dict[str, Any]] = []
     for case in cases(every_model=arguments.every_model):
         if case.key in known:
             rows.append(known[case.key])
