@@ -84,7 +84,7 @@ def engine_config(prefix, drafts, **arguments):
 
 def own_token(i, position):
     """A token that only request ``i`` has."""
-    return 10_000_000 + 10_000 * i + position
+    return 1_000_000_000 + 10_000 * i + position
 
 
 def vllm_steps(specs, num_blocks, arrivals, prompts, outputs, settings, token=own_token, prefix=False):
