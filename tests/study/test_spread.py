@@ -22,6 +22,13 @@ GRID = {
 }
 
 
+BIG = {
+    "model": ["tiny-llama"],
+    "measure": "layout",
+    "block_size": [16],
+    "context": [str(n) for n in range(20, 620)],
+}
+
 ON_RAY = pytest.mark.skipif(
     os.environ.get("DECODEBENCH_RAY") != "1", reason="starts a Ray cluster: set DECODEBENCH_RAY=1"
 )
@@ -40,7 +47,7 @@ def test_processes_make_the_same_table_and_go_on_where_another_runner_stopped(tm
 
 def test_a_killed_worker_loses_no_row():
     """Its cases run again, each alone."""
-    wanted = {case.case_id(): case for case in cases(GRID)}
+    wanted = {case.case_id(): case for case in cases(BIG)}
     killed, rows = [], {}
     for case_id, row in processes(wanted, workers=2):
         rows[case_id] = row
@@ -85,14 +92,6 @@ def killed_half_way(folder, runner, rows, timeout=120):
     os.killpg(driver.pid, signal.SIGKILL)
     driver.wait()
     return held
-
-
-BIG = {
-    "model": ["tiny-llama"],
-    "measure": "layout",
-    "block_size": [16],
-    "context": [str(n) for n in range(20, 620)],
-}
 
 
 @pytest.mark.parametrize("runner", ["processes", pytest.param("ray", marks=ON_RAY)])
