@@ -1,5 +1,8 @@
 """Continuous batching over named blocks: what ``scheduler`` does, where requests share prefixes.
 
+Also where a step verifies drafts (speculation), or is scheduled before the one ahead of it is done (vLLM's
+asynchronous scheduling): there, how far a request is depends on more than the number of the step.
+
 Blocks have ids and, once full, a key: the segment that covers their last token, and that token's position.
 A request that comes later finds the blocks of its own keys. Blocks given back keep their key until they are
 handed out again, the longest unused first; all as in vLLM 0.32, whose hits end at a multiple of all groups'
@@ -16,6 +19,8 @@ from decodebench.forecast import scheduler
 from decodebench.forecast.scheduler import (
     AHEAD,
     ARRIVAL,
+    BASE,
+    BEFORE,
     BEHIND,
     BLOCK,
     CAP,
@@ -24,6 +29,8 @@ from decodebench.forecast.scheduler import (
     CHUNK_TOKENS,
     COMPUTED,
     FINISH,
+    FINISH_AHEAD,
+    FINISH_BEHIND,
     FIRST,
     FIRST_COME,
     FIXED,
@@ -31,9 +38,12 @@ from decodebench.forecast.scheduler import (
     FULL,
     KIND,
     KNOWN,
+    MODE,
+    N_ACCEPTED,
     N_ARRIVED,
     N_DECODED,
     N_DONE,
+    N_DRAFTED,
     N_HEAD,
     N_HITS,
     N_IN_ORDER,
@@ -86,6 +96,23 @@ NO_KEY = -1
 UNKEYED, OLDEST, NEWEST = range(3)
 
 
+#: rows of ``State.slots`` that only counted requests use there. PLACEHOLDERS: tokens that steps under way will
+#: bring, counted in TOTAL; FLYING: tokens of steps under way; DRAFTS: drafts that wait to be verified, VERIFIED:
+#: those of this step; CUT: 1 where the last step ended before the prompt did
+PLACEHOLDERS, FLYING, DRAFTS, VERIFIED, CUT = BASE, BEFORE, FINISH_AHEAD, FINISH_BEHIND, MODE
+
+#: rows of ``Blocks.flights``: who takes part in a step under way, where, tokens, drafts, and what comes out
+FLIGHT_REQUEST, FLIGHT_SLOT, FLIGHT_TOKENS, FLIGHT_DRAFTS, FLIGHT_OUT = range(5)
+#: nothing; a token and those drafts that are accepted; a token, for the drafts were none
+NOTHING, DRAWN, PADDED = range(3)
+#: entries of ``Blocks.flying``: the buffer of the step under way (NONE: none is), its requests, the other's
+UNDER_WAY, COUNT = 0, 1
+NONE = -1
+
+#: a draft is accepted where its number of 31 bits is below ``Blocks.acceptance``
+CERTAIN = 1 << 31
+
+
 class Blocks(NamedTuple):
     """The pool's blocks and who holds them. Ids count through all pools; 0 is the null block.
 
@@ -93,7 +120,10 @@ class Blocks(NamedTuple):
     entries, entries with a key, entries given back, by slot and group; ``hits``: a lookup's blocks by group,
     ``firsts``: the first of them by column; ``junction``: by request, the token up to which other groups knew
     its prefix when it was looked up; ``column``: the layout's groups → columns of the scheduler's; ``used``:
-    held blocks by column; ``align``: tokens that hits are a multiple of, ``fine``: that keys could be.
+    held blocks by column; ``align``: tokens that hits are a multiple of, ``fine``: that keys could be; ``named``:
+    whether blocks are found again. ``longest``: tokens of a request at most; ``drafts``, ``acceptance``: of a
+    request's step, ``lookahead``: slots for drafts beyond the step's tokens; ``ahead``: 1 where a step is
+    scheduled before the last one is done; ``flights``: two steps under way, ``flying`` which, ``ends`` when done.
     """
 
     facts: np.ndarray
@@ -114,6 +144,15 @@ class Blocks(NamedTuple):
     segment_ends: np.ndarray
     align: int
     fine: int
+    named: bool
+    longest: int
+    drafts: int
+    acceptance: int
+    lookahead: int
+    ahead: int
+    flights: np.ndarray
+    flying: np.ndarray
+    ends: np.ndarray
 
 
 # -- keys -------------------------------------------------------------------------------------------
@@ -314,10 +353,16 @@ def exports(g: np.ndarray, i: int, c: int, e: int) -> int:
     return 0
 
 
-def extend(g: np.ndarray, q: State, k: Blocks, s: int, c: int, e: int) -> None:
-    """Blocks for a step from ``c`` to ``e`` tokens, group by group."""
+def slots_end(g: np.ndarray, k: Blocks, i: int, e: int) -> int:
+    """Token up to which group ``i`` holds slots in a step that ends at ``e``: drafters write beyond it."""
+    return e if g[KIND, i] == STATE else min(e + k.lookahead, k.longest)
+
+
+def extend(g: np.ndarray, q: State, k: Blocks, s: int, c: int, end_of_step: int) -> None:
+    """Blocks for a step from ``c`` to ``end_of_step`` tokens, group by group."""
     for group in range(len(k.column)):
         i = k.column[group]
+        e = slots_end(g, k, i, end_of_step)
         kind, b = g[KIND, i], g[BLOCK, i]
         length = k.lengths[s, group]
         if kind == FIXED:
@@ -352,6 +397,8 @@ def write_keys(
     g: np.ndarray, q: State, k: Blocks, s: int, request: int, prompt: int, tokens: int, step: int
 ) -> None:
     """Keys for blocks that ``tokens`` computed tokens have filled, as far as a hit could use them."""
+    if not k.named:
+        return
     groups = len(k.column)
     if groups > 1:
         tokens = tokens // k.align * k.align
@@ -439,6 +486,8 @@ def look_up(g: np.ndarray, k: Blocks, request: int, most: int) -> int:
     """Tokens of the prefix that all groups can start from; their blocks are in ``hits``, from which on in
     the entry before them. Sets the request's junction.
     """
+    if not k.named:
+        return 0
     groups = len(k.column)
     hit, longest = most, 0
     while True:
@@ -489,8 +538,36 @@ def leave(q: State, s: int) -> None:
     else:
         n[N_TAIL] = behind
     n[N_RUNNING] -= 1
+    q.slots[REQUEST, s] = NONE
     q.slots[SPARE, n[N_SPARE]] = s
     n[N_SPARE] += 1
+
+
+def accepted(acceptance: int, request: int, known: int, drafts: int) -> int:
+    """How many of a request's ``drafts`` hold, with ``known`` tokens before them: up to the first that does not.
+
+    Whether the draft of a position holds depends on request and position alone: every layout sees the same.
+    """
+    for i in range(drafts):
+        mixed = (request * 1_000_003 + (known + i) * 7919 + 12_345) & 0x7FFFFFFF
+        for _ in range(2):
+            mixed = ((mixed ^ (mixed >> 15)) * 1_274_126_177) & 0x7FFFFFFF
+        if (mixed ^ (mixed >> 13)) >= acceptance:
+            return i
+    return drafts
+
+
+def take_out(queue: np.ndarray, size: int, request: int, tokens: np.ndarray, policy: int) -> int:
+    """Take a request that waits out of the queue, wherever it stands."""
+    at = size - 1
+    while queue[at] != request:
+        at -= 1
+    for j in range(at, size - 1):
+        queue[j] = queue[j + 1]
+    if policy == SHORTEST_FIRST:
+        for j in range(size - 1):
+            push(queue, j, queue[j], tokens, policy)
+    return size - 1
 
 
 def to_junction(start: int, new: int, prompt: int, total: int, b: int, junction: int) -> int:
@@ -503,31 +580,37 @@ def to_junction(start: int, new: int, prompt: int, total: int, b: int, junction:
 
 def go_on(
     g: np.ndarray, q: State, r: Requests, k: Blocks, budget: int, align: int, checkpoint: bool, policy: int
-) -> tuple[int, bool]:
-    """Schedule the running requests; (tokens left of the batch, whether one had to give way)."""
+) -> tuple[int, bool, bool, int]:
+    """Schedule the running requests; (tokens left, whether one had to give way, whether a prompt is among them,
+    how many were scheduled).
+    """
     n = q.n
     s = n[N_HEAD]
     while s >= 0:
         q.slots[CHUNK_TOKENS, s] = 0
         s = q.slots[AHEAD, s]
-    left, preempted = budget, False
+    left, preempted, prompts, scheduled = budget, False, False, 0
     s = n[N_HEAD]
     while s >= 0 and left > 0:
         request, c, total = q.slots[REQUEST, s], q.slots[COMPUTED, s], q.slots[TOTAL, s]
-        prompt = r.tokens[PROMPT, request]
-        new = min(total - c, left)
+        prompt, flying = r.tokens[PROMPT, request], q.slots[PLACEHOLDERS, s]
+        if flying > 0 and c + 2 - flying >= prompt + r.tokens[OUTPUT, request]:
+            s = q.slots[AHEAD, s]  # what is under way ends it
+            continue
+        new = min(total + q.slots[DRAFTS, s] - c, left, k.longest - c - 1)
         if align:
-            new = aligned_chunk(c, new, prompt, total, align, budget, checkpoint)
-            new = to_junction(c, new, prompt, total, align, k.junction[request])
+            new = aligned_chunk(c, new, prompt, total - flying, align, budget, checkpoint)
+            new = to_junction(c, new, prompt, total - flying, align, k.junction[request])
         if new == 0:
             s = q.slots[AHEAD, s]
             continue
-        give_skipped(g, q, k, s, c)
+        give_skipped(g, q, k, s, max(0, c - q.slots[FLYING, s]))
         for p in range(len(q.need)):
             q.need[p] = 0
         for group in range(len(k.column)):
             i = k.column[group]
-            q.need[g[POOL, i]] += wanted(g, k, i, k.lengths[s, group], c, c + new, False, 0)
+            end = slots_end(g, k, i, c + new)
+            q.need[g[POOL, i]] += wanted(g, k, i, k.lengths[s, group], c, end, False, 0)
         lost = False
         while True:
             fits = True
@@ -541,7 +624,7 @@ def go_on(
             left += q.slots[CHUNK_TOKENS, v]
             q.slots[CHUNK_TOKENS, v] = 0
             other = q.slots[REQUEST, v]
-            r.tokens[KNOWN, other] = q.slots[TOTAL, v]
+            r.tokens[KNOWN, other] = q.slots[TOTAL, v] - q.slots[PLACEHOLDERS, v]
             r.tokens[PREEMPTIONS, other] += 1
             n[N_PREEMPTIONS] += 1
             n[N_RECOMPUTED] += q.slots[COMPUTED, v]
@@ -554,12 +637,16 @@ def go_on(
         if lost:
             break
         extend(g, q, k, s, c, c + new)
-        write_keys(g, q, k, s, request, prompt, min(c + new, total), n[N_STEP])
+        write_keys(g, q, k, s, request, prompt, min(c + new, total - flying), n[N_STEP])
         q.slots[CHUNK_TOKENS, s] = new
+        q.slots[VERIFIED, s] = min(max(new + c - total, 0), q.slots[DRAFTS, s])
+        q.slots[DRAFTS, s] = 0
+        prompts = prompts or q.slots[CUT, s] == 1
+        scheduled += 1
         left -= new
         s = q.slots[AHEAD, s]
     n[N_IN_ORDER] += 1
-    return left, preempted
+    return left, preempted, prompts, scheduled
 
 
 def victim(q: State, r: Requests, policy: int) -> int:
@@ -586,8 +673,10 @@ def admit(
     checkpoint: bool,
     policy: int,
     most: int,
+    prompts: bool,
+    scheduled: int,
 ) -> None:
-    """Admit waiting requests, in their order, until one does not fit."""
+    """Admit waiting requests, in their order, until one does not fit. ``prompts``, ``scheduled``: of ``go_on``."""
     n, groups = q.n, len(k.column)
     while left > 0 and n[N_RUNNING] < most:
         stacked = n[N_QUEUED] > 0
@@ -599,10 +688,20 @@ def admit(
             request = q.queue[n[N_QUEUED] - 1] if stacked else n[N_NEXT]
         total, prompt = r.tokens[KNOWN, request], r.tokens[PROMPT, request]
         hit = look_up(g, k, request, total - 1)
-        new = min(total - hit, left)
+        new, padded = total - hit, False
+        decodes = new == 1 and not prompts and (scheduled > 0 or hit > 0)
+        if (
+            k.drafts > 0 and decodes and hit + k.drafts + 2 <= k.longest
+        ):  # as many tokens as others that decode
+            if 1 + k.drafts > left:
+                break
+            new, padded = 1 + k.drafts, True
+        new = min(new, left)
         if align:
             new = aligned_chunk(hit, new, prompt, total, align, budget, checkpoint)
             new = to_junction(hit, new, prompt, total, align, k.junction[request])
+            if padded and 0 < new < 1 + k.drafts:
+                new, padded = 1, False
         if new == 0:
             break
         fits = True
@@ -613,7 +712,7 @@ def admit(
                 i = k.column[group]
                 b = g[BLOCK, i]
                 found = hit // b if g[KIND, i] != FIXED else 0
-                end = hit + new if whole == 0 else total
+                end = slots_end(g, k, i, hit + new) if whole == 0 else total
                 blocks = wanted(g, k, i, 0, hit, end, True, found)
                 if whole and g[CAP, i] < -(-end // b):
                     blocks = max(0, g[CAP, i] - max(-(-end // b) - blocks, found))
@@ -654,6 +753,8 @@ def admit(
         write_keys(g, q, k, s, request, prompt, min(hit + new, total), n[N_STEP])
         q.slots[REQUEST, s], q.slots[TOTAL, s] = request, total
         q.slots[COMPUTED, s], q.slots[CHUNK_TOKENS, s] = hit, new
+        q.slots[PLACEHOLDERS, s], q.slots[FLYING, s], q.slots[DRAFTS, s] = 0, 0, 0
+        q.slots[VERIFIED, s], q.slots[CUT, s] = (k.drafts if padded else 0), -1 if padded else 0
         tail = n[N_TAIL]
         q.slots[BEHIND, s], q.slots[AHEAD, s] = tail, -1
         if tail >= 0:
@@ -680,26 +781,74 @@ def first_kept(g: np.ndarray, i: int, c: int) -> int:
     return 0
 
 
-def end_step(g: np.ndarray, q: State, r: Requests, k: Blocks) -> None:
-    """Tokens come out, in the running order; who is done leaves."""
-    n, now = q.n, q.x[X_NOW]
+def take_off(q: State, k: Blocks, at: int) -> None:
+    """The scheduled step is under way, in buffer ``at``: its tokens count as computed, what it brings as known."""
+    n, count = q.n, 0
     s = n[N_HEAD]
     while s >= 0:
-        after = q.slots[AHEAD, s]
-        new = q.slots[CHUNK_TOKENS, s]
-        q.slots[COMPUTED, s] += new
-        if new and q.slots[COMPUTED, s] >= q.slots[TOTAL, s]:
-            q.slots[TOTAL, s] += 1
-            n[N_OUTPUT] += 1
-            request = q.slots[REQUEST, s]
-            if r.times[FIRST, request] < 0:
-                r.times[FIRST, request] = now
-            if q.slots[TOTAL, s] - r.tokens[PROMPT, request] >= r.tokens[OUTPUT, request]:
+        new, drafts = q.slots[CHUNK_TOKENS, s], q.slots[VERIFIED, s]
+        if new > 0:
+            padded = q.slots[CUT, s] == -1
+            q.slots[COMPUTED, s] += new
+            q.slots[FLYING, s] += new
+            out = NOTHING
+            q.slots[CUT, s] = 1
+            if q.slots[COMPUTED, s] >= q.slots[TOTAL, s]:
+                out = PADDED if padded else DRAWN
+                q.slots[CUT, s] = 0
+                q.slots[PLACEHOLDERS, s] += 1 + drafts
+                q.slots[TOTAL, s] += 1 + drafts
+                if k.ahead:
+                    q.slots[DRAFTS, s] = k.drafts
+            k.flights[at, FLIGHT_REQUEST, count], k.flights[at, FLIGHT_SLOT, count] = q.slots[REQUEST, s], s
+            k.flights[at, FLIGHT_TOKENS, count], k.flights[at, FLIGHT_DRAFTS, count] = new, drafts
+            k.flights[at, FLIGHT_OUT, count] = out
+            count += 1
+        s = q.slots[AHEAD, s]
+    k.flying[COUNT + at] = count
+
+
+def land(g: np.ndarray, q: State, r: Requests, k: Blocks, at: int, policy: int) -> None:
+    """The tokens of a step come out, in the order in which it was scheduled; who is done leaves."""
+    n, now = q.n, q.x[X_NOW]
+    for j in range(k.flying[COUNT + at]):
+        request, s = k.flights[at, FLIGHT_REQUEST, j], k.flights[at, FLIGHT_SLOT, j]
+        drafts = k.flights[at, FLIGHT_DRAFTS, j]
+        gone = q.slots[REQUEST, s] != request  # it gave way meanwhile: its tokens count all the same
+        if not gone:
+            q.slots[FLYING, s] -= k.flights[at, FLIGHT_TOKENS, j]
+        if k.flights[at, FLIGHT_OUT, j] == NOTHING or r.times[FINISH, request] >= 0:
+            continue  # drafts that held have ended it before this step was done
+        before = r.tokens[KNOWN, request] if gone else q.slots[TOTAL, s] - q.slots[PLACEHOLDERS, s]
+        right = 0
+        if k.flights[at, FLIGHT_OUT, j] == DRAWN:
+            right = accepted(k.acceptance, request, before, drafts)
+        out = min(right + 1, r.tokens[PROMPT, request] + r.tokens[OUTPUT, request] - before)
+        n[N_OUTPUT] += out
+        n[N_DRAFTED] += drafts
+        n[N_ACCEPTED] += out - 1
+        if r.times[FIRST, request] < 0:
+            r.times[FIRST, request] = now
+        if gone:
+            r.tokens[KNOWN, request] += out
+        else:
+            wrong = drafts - right
+            q.slots[COMPUTED, s] -= wrong
+            q.slots[TOTAL, s] -= wrong
+            q.slots[PLACEHOLDERS, s] -= wrong + out
+            if k.ahead:
+                certain = q.slots[COMPUTED, s] - q.slots[PLACEHOLDERS, s]
+                write_keys(g, q, k, s, request, r.tokens[PROMPT, request], certain, n[N_STEP] - 1)
+        if before + out - r.tokens[PROMPT, request] >= r.tokens[OUTPUT, request]:
+            r.times[FINISH, request] = now
+            n[N_DONE] += 1
+            if gone:
+                n[N_QUEUED] = take_out(q.queue, n[N_QUEUED], request, r.tokens, policy)
+            else:
                 give_all(g, q, k, s)
-                r.times[FINISH, request] = now
-                n[N_DONE] += 1
                 leave(q, s)
-        s = after
+        elif not gone and not k.ahead:
+            q.slots[DRAFTS, s] = k.drafts
 
 
 def write_sample(g: np.ndarray, q: State, k: Blocks, waiting: int) -> None:
@@ -741,7 +890,9 @@ def run_steps(
                 n[N_QUEUED] = push(q.queue, n[N_QUEUED], n[N_ARRIVED], r.tokens, policy)
                 n[N_NEXT] += 1
             n[N_ARRIVED] += 1
-        if n[N_RUNNING] == 0 and n[N_QUEUED] == 0 and n[N_NEXT] == n[N_ARRIVED]:
+        idle = n[N_RUNNING] == 0 and n[N_QUEUED] == 0 and n[N_NEXT] == n[N_ARRIVED]
+        under_way = k.flying[UNDER_WAY]
+        if idle and under_way == NONE:
             if n[N_ARRIVED] == total:
                 return False
             if r.times[ARRIVAL, n[N_ARRIVED]] >= x[X_SAMPLE_AT]:  # long enough idle to be seen
@@ -749,32 +900,47 @@ def run_steps(
                 x[X_SAMPLE_AT] = x[X_NOW]
             x[X_NOW] = r.times[ARRIVAL, n[N_ARRIVED]]
             continue
-        step = n[N_STEP]
-        left, preempted = go_on(g, q, r, k, budget, align, checkpoint, policy)
-        if not preempted:
-            admit(g, q, r, k, budget, left, align, checkpoint, policy, most)
-        n[N_SINGLES] = 0
-        s = n[N_HEAD]
-        while s >= 0:
-            q.slots[SINGLES, n[N_SINGLES]] = s
-            n[N_SINGLES] += 1
-            s = q.slots[AHEAD, s]
-        before = n[N_DECODED] + n[N_PREFILLED]
-        seconds = _seconds(g, q, cost, step, reads, pairs)
-        waiting = n[N_QUEUED] + n[N_ARRIVED] - n[N_NEXT]
-        x[X_NOW] += seconds
-        x[X_BUSY] += seconds
-        x[X_RUNNING] += seconds * n[N_RUNNING]
-        x[X_WAITING] += seconds * waiting
-        scheduled = n[N_DECODED] + n[N_PREFILLED] - before
-        if step < len(trace):
-            trace[step, 0], trace[step, 1], trace[step, 2] = q.free[0], n[N_RUNNING], waiting
-            trace[step, 3] = scheduled
-        if x[X_NOW] >= x[X_SAMPLE_AT]:
-            write_sample(g, q, k, waiting)
-        end_step(g, q, r, k)
-        n[N_STEP] += 1
-        if scheduled == 0 and not preempted:
+        step, scheduled, preempted = n[N_STEP], 0, False
+        if not idle:
+            left, preempted, prompts, several = go_on(g, q, r, k, budget, align, checkpoint, policy)
+            if not preempted:
+                admit(g, q, r, k, budget, left, align, checkpoint, policy, most, prompts, several)
+            n[N_SINGLES] = 0
+            s = n[N_HEAD]
+            while s >= 0:
+                q.slots[SINGLES, n[N_SINGLES]] = s
+                n[N_SINGLES] += 1
+                s = q.slots[AHEAD, s]
+            before = n[N_DECODED] + n[N_PREFILLED]
+            seconds = _seconds(g, q, cost, step, reads, pairs)
+            waiting = n[N_QUEUED] + n[N_ARRIVED] - n[N_NEXT]
+            x[X_BUSY] += seconds
+            x[X_RUNNING] += seconds * n[N_RUNNING]
+            x[X_WAITING] += seconds * waiting
+            scheduled = n[N_DECODED] + n[N_PREFILLED] - before
+            if not k.ahead:
+                x[X_NOW] += seconds
+            if step < len(trace) and (scheduled > 0 or not k.ahead):
+                trace[step, 0], trace[step, 1], trace[step, 2] = q.free[0], n[N_RUNNING], waiting
+                trace[step, 3] = scheduled
+            if x[X_NOW] >= x[X_SAMPLE_AT]:
+                write_sample(g, q, k, waiting)
+            n[N_STEP] += scheduled > 0 or not k.ahead
+            if scheduled > 0:
+                at = 0 if under_way == NONE else 1 - under_way
+                k.ends[at] = seconds + (x[X_NOW] if under_way == NONE else max(x[X_NOW], k.ends[under_way]))
+                take_off(q, k, at)
+                k.flying[UNDER_WAY] = at
+        if not k.ahead:
+            if scheduled > 0:
+                land(g, q, r, k, k.flying[UNDER_WAY], policy)
+                k.flying[UNDER_WAY] = NONE
+        elif under_way != NONE:  # the step before this one
+            x[X_NOW] = k.ends[under_way]
+            land(g, q, r, k, under_way, policy)
+            if scheduled == 0:
+                k.flying[UNDER_WAY] = NONE
+        if scheduled == 0 and not preempted and under_way == NONE:
             if n[N_ARRIVED] == total:
                 return False
             x[X_NOW] = max(x[X_NOW], r.times[ARRIVAL, n[N_ARRIVED]])
@@ -802,6 +968,7 @@ _COMPILED = (
     give_skipped,
     exports,
     wanted,
+    slots_end,
     extend,
     write_keys,
     known,
@@ -809,11 +976,14 @@ _COMPILED = (
     first_kept,
     look_up,
     leave,
+    accepted,
+    take_out,
     victim,
     to_junction,
     go_on,
     admit,
-    end_step,
+    take_off,
+    land,
     write_sample,
     run_steps,
 )
@@ -844,8 +1014,16 @@ def new_blocks(
     requests: Requests,
     segments: Segments,
     most: int,
+    longest: int,
+    named: bool = True,
+    drafts: int = 0,
+    acceptance: float = 0.0,
+    lookahead: int = 0,
+    ahead: bool = False,
 ) -> Blocks:
-    """All blocks free, nothing known. ``members``: the layout's groups of each column of ``groups``."""
+    """All blocks free, nothing known. ``members``: the layout's groups of each column of ``groups``; ``acceptance``:
+    the share of drafts that hold; the others: see ``Blocks``.
+    """
     import numpy as np
 
     count = sum(map(len, members))
@@ -863,8 +1041,8 @@ def new_blocks(
     pools = np.zeros((3, len(usable)), np.int64)
     pools[UNKEYED] = usable
     sizes = [int(b) for kind, b in zip(groups[KIND], groups[BLOCK]) if kind != FIXED]
-    longest = int((requests.tokens[PROMPT] + requests.tokens[OUTPUT]).max(initial=1))
-    positions = longest // min(sizes, default=longest) + 2 + int(groups[FIXED_BLOCKS].max())
+    tokens = int((requests.tokens[PROMPT] + requests.tokens[OUTPUT]).max(initial=1)) + 2 * drafts + lookahead
+    positions = tokens // min(sizes, default=tokens) + 2 + int(groups[FIXED_BLOCKS].max())
     return Blocks(
         facts,
         buckets=np.zeros(1 << int(2 * first[-1]).bit_length(), np.int64),
@@ -884,4 +1062,13 @@ def new_blocks(
         segment_ends=segments.ends,
         align=int(np.lcm.reduce(sizes)) if sizes else 1,
         fine=int(np.gcd.reduce(sizes)) if sizes else 1,
+        named=named,
+        longest=longest,
+        drafts=drafts,
+        acceptance=round(acceptance * CERTAIN),
+        lookahead=lookahead,
+        ahead=int(ahead),
+        flights=np.zeros((2, FLIGHT_OUT + 1, most), np.int64),
+        flying=np.array([NONE, 0, 0], np.int64),
+        ends=np.zeros(2),
     )

@@ -136,8 +136,10 @@ class State(NamedTuple):
     N_SCHEDULED,
     N_HITS,
     N_OUTPUT,
+    N_DRAFTED,
+    N_ACCEPTED,
     N_COUNTERS,
-) = range(22)
+) = range(24)
 X_NOW, X_BUSY, X_RUNNING, X_WAITING, X_SAMPLE_AT, X_SAMPLE_EVERY, X_SUMS = range(7)
 
 
@@ -627,8 +629,8 @@ def _seconds(g, q, cost, step, reads, pairs):
         c = q.slots[COMPUTED, s]
         sequences += 1
         tokens += new
-        if new == 1 and c + 1 == q.slots[TOTAL, s]:
-            decoded += 1
+        if c + 1 >= q.slots[TOTAL, s]:
+            decoded += new  # more than one where drafts are verified with it
         for i in range(g.shape[1]):
             kind = g[KIND, i]
             if kind >= STATE:  # a state is read whole, with its sequence

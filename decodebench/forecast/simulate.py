@@ -4,7 +4,7 @@
     db.simulate(db.plan("gpt-oss-20b", memory="20GiB"), traffic, "h200")
 
 The scheduler is vLLM 0.32's (``scheduler``; where prefixes are shared ``prefix_cache``), the pool is the
-layout's, the time of a step comes from ``step_time``. One engine, scheduled synchronously, no speculation.
+layout's, the time of a step comes from ``step_time``. One engine.
 """
 
 from __future__ import annotations
@@ -70,12 +70,33 @@ class OneSecond:
 class Settings:
     """How the engine serves. Names are vLLM's; ``prefill`` False: a connector stands in for all of a prompt
     but its last token, as in a decode benchmark. ``scheduling_policy``: fcfs or shortest (prompt first).
+
+    ``async_scheduling``: a step is scheduled while the one before it runs. ``num_speculative_tokens``: drafts
+    that a decoding request brings to a step; each is right with probability ``acceptance_rate`` where those
+    before it are. ``num_lookahead_tokens``: slots that the drafter writes beyond them, by default as many (MTP,
+    EAGLE, a draft model; 0 for n-grams). What the drafter itself takes is not counted: it goes into ``launch`` of
+    the steps; and EAGLE's prefix hits are those of other methods (vLLM gives it a block less).
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     scheduling_policy: str = "fcfs"
     prefill: bool = True
+    async_scheduling: bool = False
+    num_speculative_tokens: int = 0
+    acceptance_rate: float = 0.7
+    num_lookahead_tokens: int | None = None
+
+    @property
+    def lookahead(self) -> int:
+        """Slots beyond a step's tokens that a request holds for its drafter."""
+        given = self.num_lookahead_tokens
+        return self.num_speculative_tokens if given is None else given
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether requests that decode differ by more than when they began, so that each is looked at."""
+        return self.async_scheduling or self.num_speculative_tokens > 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -90,6 +111,18 @@ class Settings:
         if self.scheduling_policy not in POLICIES:
             raise SimulationError(
                 f"scheduling_policy {self.scheduling_policy!r}: choose {', '.join(POLICIES)}"
+            )
+        for name in ("num_speculative_tokens", "num_lookahead_tokens"):
+            value = 0 if getattr(self, name) is None else getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 64:
+                raise SimulationError(f"{name} {value!r}: a whole number from 0 to 64 is expected")
+        rate = self.acceptance_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise SimulationError(f"acceptance_rate {rate!r}: a share from 0 to 1 is expected")
+        if self.one_by_one and not self.prefill:
+            raise SimulationError(
+                "prefill=False is simulated without speculation and with synchronous scheduling: leave out "
+                "num_speculative_tokens and async_scheduling, or let prompts be computed"
             )
 
 
@@ -185,6 +218,21 @@ def simulate(
     if prefix_caching is None:
         planned = layout.options is None or layout.options.enable_prefix_caching
         prefix_caching = traffic.segments is not None and planned
+    held = {
+        group.kv_cache_spec.num_speculative_blocks
+        for group in layout.groups
+        if isinstance(group.kv_cache_spec, MambaSpec)
+    }
+    if settings.num_speculative_tokens and held - {settings.num_speculative_tokens}:
+        raise SimulationError(
+            f"{settings.num_speculative_tokens} drafts, and states that keep {max(held)} blocks for drafts: plan the "
+            f"layout with num_speculative_tokens={settings.num_speculative_tokens}"
+        )
+    if settings.one_by_one and states.any():
+        raise SimulationError(
+            "states kept at block boundaries (mamba_cache_mode align) are simulated without speculation and with "
+            "synchronous scheduling: plan the layout with enable_prefix_caching=False, or leave both out"
+        )
     if prefix_caching and not settings.prefill:
         raise SimulationError(
             "prefix caching with prefill=False: who stands in for a prompt's tokens needs no hits; simulate "
@@ -199,10 +247,20 @@ def simulate(
     )
     costs = step_time.costs(layout, groups, members, budget)
     arguments: tuple = (groups, state, requests, costs)
-    if prefix_caching:
-        segments = _segments_of(traffic, asked.served)
+    if prefix_caching or settings.one_by_one:
         blocks = prefix_cache.new_blocks(
-            groups, members, layout.pool_num_blocks, requests, segments, settings.max_num_seqs
+            groups,
+            members,
+            layout.pool_num_blocks,
+            requests,
+            _segments_of(traffic, asked.served),
+            settings.max_num_seqs,
+            layout.max_model_len or NO_CAP,
+            named=bool(prefix_caching),
+            drafts=settings.num_speculative_tokens,
+            acceptance=settings.acceptance_rate,
+            lookahead=settings.lookahead,
+            ahead=settings.async_scheduling,
         )
         arguments = (*arguments, blocks, *rest)
         loops = SimpleNamespace(run_steps=prefix_cache.run_steps) if plain else prefix_cache.compiled()
@@ -432,6 +490,7 @@ class Simulation:
             "preemptions": n(scheduler.N_PREEMPTIONS),
             "recomputed_tokens": n(scheduler.N_RECOMPUTED),
             "prefix_hit_rate": self.prefix_hit_rate,
+            "drafts_accepted": n(scheduler.N_ACCEPTED) / max(n(scheduler.N_DRAFTED), 1),
             "output_tokens_per_second": self.output_tokens / over_time,
             "prompt_tokens_per_second": n(scheduler.N_PREFILLED) / over_time,
             "requests_per_second": self.finished / over_time,

@@ -49,6 +49,15 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, default=8192, metavar="TOKENS")
     add("--scheduling-policy", default="fcfs", choices=list(POLICIES))
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    add("--async-scheduling", action="store_true", help="a step is scheduled while the one before it runs")
+    add("--num-speculative-tokens", type=int, default=0, metavar="K", help="drafts of a request's step")
+    add(
+        "--acceptance-rate",
+        type=float,
+        default=0.7,
+        metavar="SHARE",
+        help="of the drafts whose predecessors are right that are right as well",
+    )
     add(
         "--skip-prefill",
         action="store_true",
@@ -117,6 +126,9 @@ def simulate_command(arguments: argparse.Namespace) -> int:
         arguments.max_num_batched_tokens,
         arguments.scheduling_policy,
         prefill=not arguments.skip_prefill,
+        async_scheduling=arguments.async_scheduling,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+        acceptance_rate=arguments.acceptance_rate,
     )
     served = []
     for grouping in arguments.grouping or ["auto"]:
@@ -131,6 +143,7 @@ def simulate_command(arguments: argparse.Namespace) -> int:
             max_model_len=arguments.max_model_len,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             enable_prefix_caching=arguments.enable_prefix_caching,
+            num_speculative_tokens=arguments.num_speculative_tokens,
         )
         found = simulate(
             layout,

@@ -12,6 +12,7 @@ from functools import lru_cache
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import plan
 from decodebench.layout.pool import Batch, admit
+from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.models.fields import read_config
 from decodebench.models.load import DATA, load_model, read_model
 from decodebench.models.model import Model
@@ -81,6 +82,17 @@ def layout_of(shape: Case) -> Layout:
 def batch_of(shape: Case) -> Batch:
     """The batch on that layout, kept likewise."""
     return admit(layout_of(shape), context=list(shape.contexts), shared_prefix=shape.shared_prefix)
+
+
+def cached(case: Case) -> Batch:
+    """The case's batch on a pool just large enough for it, with the layers that are asked for: what an audit
+    or a decode step allocates. ``.layout.size`` are its bytes.
+    """
+    batch = batch_of(shape_of(case))
+    layout = batch.layout.with_num_blocks(blocks_named(batch))
+    if case.layers_per_group:
+        layout = shrink(layout, layers=case.layers_per_group)
+    return Batch(layout, batch.requests)
 
 
 def layout_stage(case: Case, made: dict) -> dict:

@@ -14,10 +14,12 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
-from decodebench.errors import MissingExtra
+from decodebench.errors import DecodebenchError, MissingExtra
 from decodebench.measure.provenance import machine
 from decodebench.study.grid import Case, SweepError
+from decodebench.study.plans import cached
 from decodebench.study.runners import evaluate
+from decodebench.words import bytes_text
 
 #: measures whose rows are the same whatever runs beside them
 UNDISTURBED = ("layout", "coverage", "traffic")
@@ -100,6 +102,10 @@ def _died(reason: str) -> dict:
     return {"status": "failed", "reason": f"{reason} (out of memory?)", "seconds": None}
 
 
+def _refused(reason: str) -> dict:
+    return {"status": "refused", "reason": reason, "seconds": None}
+
+
 def _evaluate_all(cases: Sequence[Case]) -> list[dict]:
     return [evaluate(case) for case in cases]
 
@@ -121,9 +127,9 @@ def _batches(cases: Mapping[str, Case], workers: int) -> Iterator[list[tuple[str
 def on_ray(cases: Mapping[str, Case], workers: int | None = None, address: str | None = None) -> Finished:
     """As Ray tasks, on a running cluster (``address``, ``auto``, ``ray://host:10001``) or on this machine.
 
-    A case on ``cuda`` takes a GPU, one that is timed or fills memory all cores of a node, so that nothing runs
-    beside it. Tasks of a node that dies run elsewhere. Rows name the machine they ran on (``node``). The
-    package and the files that cases name are there on every node.
+    What a case asks of its node: ``needs``. One that no node could ever serve is a refused row. Tasks of a node
+    that dies run elsewhere. Rows name the machine they ran on (``node``). The package and the files that cases
+    name are there on every node.
     """
     try:
         import ray
@@ -147,10 +153,52 @@ def _slots(ray) -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
-def _whole_node(ray) -> int:
+def needs(case: Case, cores: int = 1) -> dict[str, int]:
+    """Ray's resources of a case: ``num_cpus``, ``num_gpus``, ``memory`` in bytes.
+
+    One that is timed or fills memory takes all ``cores`` of a node, so that nothing runs beside it, and the
+    bytes of its cache and again half of them for the audit's temporaries, on the host where it is not on a
+    GPU. A GPU is one, whatever the tensor parallel size: a case holds and times one rank's share.
+    """
+    if case.measure in UNDISTURBED:
+        return {"num_cpus": 1, "num_gpus": 0, "memory": 0}
+    on_gpu = case.device.startswith("cuda")
+    try:
+        size = cached(case).layout.size
+    except DecodebenchError:
+        size = 0  # a row that says why, as everywhere
+    return {"num_cpus": cores, "num_gpus": int(on_gpu), "memory": 0 if on_gpu else size + size // 2}
+
+
+#: what ``needs`` names, as a node lists it
+LISTED = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+
+
+def missing(asked: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> str | None:
+    """Why no node of a cluster could serve a task, None where one could. ``nodes``: resources of each."""
+    if any(all(node.get(LISTED[name], 0) >= n for name, n in asked.items()) for node in nodes):
+        return None
+    most = {name: max((node.get(listed, 0) for node in nodes), default=0) for name, listed in LISTED.items()}
+    if asked["num_gpus"] > most["num_gpus"]:
+        return "no node of the Ray cluster has a GPU: start one with --num-gpus, or use device = 'cpu'"
+    if asked["memory"] > most["memory"]:
+        return (
+            f"the case needs {bytes_text(asked['memory'])} and no node of the Ray cluster has more than "
+            f"{bytes_text(int(most['memory']))}: a smaller batch or context, fewer layers_per_group, or a larger node"
+        )
+    all_of_it = ", ".join(f"{n} {LISTED[name]}" for name, n in asked.items() if n)
+    return f"no node of the Ray cluster has {all_of_it} at once: start a node that has"
+
+
+def _nodes(ray) -> list[dict[str, float]]:
+    """Resources of the nodes that live and compute."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [node for node in alive if node.get("CPU", 0)]
+
+
+def _whole_node(nodes: Sequence[Mapping[str, float]]) -> int:
     """Cores that a case takes which must run alone: all of the smallest node's."""
-    cores = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    return max(1, int(min((c for c in cores if c), default=1)))
+    return max(1, int(min((node["CPU"] for node in nodes), default=1)))
 
 
 def _tasks(ray, task, pending: deque, workers: int | None) -> Finished:
@@ -160,15 +208,32 @@ def _tasks(ray, task, pending: deque, workers: int | None) -> Finished:
     while pending or running:
         while pending and len(running) < 2 * (workers or _slots(ray)):
             batch = pending.popleft()
-            gpus = int(any(case.device.startswith("cuda") for _, case in batch))
-            timed = any(case.measure not in UNDISTURBED for _, case in batch)
-            asked = task.options(num_cpus=_whole_node(ray) if timed else 1, num_gpus=gpus, max_retries=0)
-            running[asked.remote([case for _, case in batch])] = batch
-        done, _ = ray.wait(list(running), num_returns=1, timeout=5)
+            nodes = _nodes(ray)
+            asked = needs(batch[0][1], _whole_node(nodes))  # a batch of several asks as each of them does
+            reason = missing(asked, nodes) if nodes else None  # none at all: one may come back
+            if reason:
+                yield from ((case_id, _refused(reason)) for case_id, _ in batch)
+                continue
+            future = task.options(**asked, max_retries=0).remote([case for _, case in batch])
+            running[future] = batch, asked
+        if not running:
+            continue
+        done, waiting = ray.wait(list(running), num_returns=1, timeout=5)
+        if not done:  # has the only node that could serve one of them gone?
+            nodes = _nodes(ray)
+            for future in waiting:
+                batch, asked = running[future]
+                reason = missing(asked, nodes)
+                if reason and nodes:
+                    ray.cancel(future, force=True)
+                    del running[future]
+                    yield from ((case_id, _refused(reason)) for case_id, _ in batch)
         for future in done:
-            batch = running.pop(future)
+            batch, _ = running.pop(future)
             try:
                 rows = ray.get(future)
+            except ray.exceptions.RayTaskError as error:  # raised by the case, not for want of a worker
+                raise error.cause from None
             except ray.exceptions.RayError as error:
                 for case_id, case in batch:
                     tries[case_id] = tries.get(case_id, 0) + 1

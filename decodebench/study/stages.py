@@ -12,12 +12,10 @@ from decodebench.cache.values import Constant, Normal, Zeros
 from decodebench.coverage.from_bytes import audit
 from decodebench.coverage.from_plan import plan_audit
 from decodebench.coverage.required import required_pages
-from decodebench.layout.pool import Batch
-from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.measure.bandwidth import bandwidth
 from decodebench.measure.latency import measure_decode
 from decodebench.study.grid import Case
-from decodebench.study.plans import batch_of, shape_of
+from decodebench.study.plans import batch_of, cached, shape_of
 
 
 def coverage_stage(case: Case, made: dict) -> dict:
@@ -66,11 +64,8 @@ def _columns(found) -> dict:
 def audit_stage(case: Case, made: dict) -> dict:
     """From bytes: a cache just large enough is filled and read back."""
     gc.collect()  # the cache of the case before must not lie beside this one
-    batch = made["batch"]
-    layout = made["layout"].with_num_blocks(blocks_named(batch))
-    if case.layers_per_group:
-        layout = shrink(layout, layers=case.layers_per_group)
-    batch = made["batch"] = Batch(layout, batch.requests)
+    batch = made["batch"] = cached(case)
+    layout = batch.layout
     if case.measure == "decode" and case.device.startswith("cuda"):
         bandwidth(case.device)  # kept for the process; a full card has no room to measure it
     cache = made["cache"] = allocate(layout, case.device)

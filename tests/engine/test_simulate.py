@@ -1,19 +1,22 @@
-"""The simulated scheduler against vLLM's own: free blocks, running, waiting, scheduled tokens, at every step."""
+"""The simulated scheduler against vLLM's own: free blocks, running, waiting, scheduled tokens, at every step.
 
+A few scenarios of every kind run as tests, in plain Python. Many, with the compiled loops, from any seed:
+
+    python tests/engine/test_simulate.py --scenarios 2000 --seed 7
+"""
+
+import argparse
 import json
-import os
 import random
 import tempfile
+from collections import deque
 from dataclasses import replace
-from importlib.util import find_spec
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
-if find_spec("numba") is None:  # found, not imported: see the conftest beside this file
-    pytest.skip("numba is not installed here", allow_module_level=True)
-
 import numpy as np
 import torch
 from small import chunk, full, small_layout, state, window
@@ -22,18 +25,20 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface as v
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from decodebench.forecast import prefix_cache
 from decodebench.forecast.simulate import OneSecond, Settings, simulate
 from decodebench.forecast.traffic import ENDLESS, Segments, Traffic
 from decodebench.vllm.launch import FORWARD
 
 DATA = Path(__file__).parents[2] / "data"
 EOS, LONGEST = 2, 128
-SCENARIOS = int(os.environ.get("SCENARIOS", 100))
+SCENARIOS = 48  # of each test; a multiple of 12, over which the kinds of groups repeat
 
 
 def vllm_spec(spec):
@@ -49,12 +54,21 @@ def vllm_spec(spec):
         shapes=((3, 8),),
         dtypes=(torch.bfloat16,),
         mamba_cache_mode=spec.mamba_cache_mode,
+        num_speculative_blocks=spec.num_speculative_blocks,
         num_prefill_checkpoint_blocks=spec.num_prefill_checkpoint_blocks,
         prefill_checkpoint_alignment=1 if spec.num_prefill_checkpoint_blocks else None,
     )
 
 
-def engine_config(prefix, **arguments):
+@lru_cache(256)
+def engine_config(prefix, drafts, **arguments):
+    if drafts:
+        arguments["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": drafts,
+            "prompt_lookup_max": 2,
+            "prompt_lookup_min": 1,
+        }
     with tempfile.TemporaryDirectory() as folder:
         config = FORWARD | json.loads((DATA / "models" / "tiny-llama" / "config.json").read_text())
         Path(folder, "config.json").write_text(json.dumps(config))
@@ -70,30 +84,43 @@ def engine_config(prefix, **arguments):
 
 def own_token(i, position):
     """A token that only request ``i`` has."""
-    return 10_000_000 + 10_000 * i + position
+    return 1_000_000_000 + 10_000 * i + position
 
 
-def vllm_steps(specs, num_blocks, arrivals, prompts, outputs, token=own_token, prefix=False, **arguments):
-    """(free, running, waiting, scheduled) of each step of vLLM's scheduler, and preemptions by request."""
-    config = engine_config(prefix, **arguments)
+def vllm_steps(specs, num_blocks, arrivals, prompts, outputs, settings, token=own_token, prefix=False):
+    """(free, running, waiting, scheduled) of each step of vLLM's scheduler, and preemptions by request.
+
+    Steps follow one another as in vLLM's engine: done before the next is scheduled, or after it.
+    """
+    drafts = settings.num_speculative_tokens
+    config = engine_config(
+        prefix,
+        drafts,
+        max_model_len=LONGEST,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        scheduling_policy="priority" if settings.scheduling_policy == "shortest" else "fcfs",
+    )
     groups = [v.KVCacheGroupSpec([f"g{g}"], vllm_spec(spec)) for g, spec in enumerate(specs)]
     sizes = [spec.block_size for spec in specs]
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.block_size = max(sizes)
-    if any(getattr(spec, "mamba_cache_mode", "") == "align" for spec in specs):
-        config.cache_config.mamba_cache_mode = "align"
-    scheduler = Scheduler(
+    aligned = any(getattr(spec, "mamba_cache_mode", "") == "align" for spec in specs)
+    config.cache_config.mamba_cache_mode = "align" if aligned else "none"
+    scheduler = (AsyncScheduler if settings.async_scheduling else Scheduler)(
         config,
         v.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         StructuredOutputManager(config),
         block_size=int(np.lcm.reduce(sizes)),
         hash_block_size=int(np.gcd.reduce(sizes)),
     )
+    scheduler.num_lookahead_tokens = settings.lookahead
     init_none_hash(sha256)
     hasher = get_request_block_hasher(int(np.gcd.reduce(sizes)), sha256) if prefix else None
     rows, now, waiting, requests = [], 0, list(range(len(arrivals))), {}
-    while waiting or scheduler.has_unfinished_requests():
-        if not scheduler.has_unfinished_requests():
+    under_way = deque()
+    while waiting or under_way or scheduler.has_unfinished_requests():
+        if not under_way and not scheduler.has_unfinished_requests():
             now = max(now, arrivals[waiting[0]])
         while waiting and arrivals[waiting[0]] <= now:
             i = waiting.pop(0)
@@ -110,36 +137,58 @@ def vllm_steps(specs, num_blocks, arrivals, prompts, outputs, token=own_token, p
             request.priority = prompts[i]
             requests[i] = request
             scheduler.add_request(request)
-        output = scheduler.schedule()
-        running = list(scheduler.running)
-        rows.append(
-            (
-                scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-                len(running),
-                len(scheduler.waiting),
-                output.total_num_scheduled_tokens,
-            )
-        )
-        names = [r.request_id for r in running if r.request_id in output.num_scheduled_tokens]
-        scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=[sampled(scheduler.requests[name], token) for name in names],
-            ),
-        )
-        # a step without a token takes no time; where nothing moves, only the next arrival changes that
-        now += output.total_num_scheduled_tokens > 0
-        if not output.total_num_scheduled_tokens and not output.preempted_req_ids and waiting:
-            now = max(now, arrivals[waiting[0]])
+        scheduled = 0
+        if scheduler.has_unfinished_requests():
+            output = scheduler.schedule()
+            scheduled = output.total_num_scheduled_tokens
+            if scheduled or not settings.async_scheduling:
+                free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+                rows.append((free, len(scheduler.running), len(scheduler.waiting), scheduled))
+            if scheduled or output.preempted_req_ids:
+                end = (max(now, under_way[-1][0]) if under_way else now) + (scheduled > 0)
+                if scheduled or not settings.async_scheduling:
+                    under_way.append((end, output, drawn(scheduler, output)))
+            elif not under_way and waiting:  # nothing moves: only the next arrival changes that
+                now = max(now, arrivals[waiting[0]])
+        if settings.async_scheduling and scheduled and len(under_way) < 2:
+            continue
+        if under_way:
+            now, output, kinds = under_way.popleft()
+            update(scheduler, output, kinds, settings, token)
     return np.array(rows), np.array([requests[i].num_preemptions for i in range(len(arrivals))])
 
 
-def sampled(request, token):
-    """The token that comes out of a request's step, none where its prefill goes on."""
-    done = request.num_computed_tokens >= request.num_tokens
-    return [token(int(request.request_id[1:]), request.num_tokens)] if done else []
+def drawn(scheduler, output):
+    """Request → whether its step draws tokens, and whether its drafts are only padding."""
+    new = {r.req_id for r in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
+    return {
+        name: (not scheduler.requests[name].is_prefill_chunk, name in new)
+        for name in output.num_scheduled_tokens
+    }
+
+
+def update(scheduler, output, kinds, settings, token):
+    """What the model would give back: a token where the known ones are computed, and drafts that hold."""
+    names, tokens = list(output.num_scheduled_tokens), []
+    for name in names:
+        request, (draws, padded) = scheduler.requests.get(name), kinds[name]
+        if request is None or not draws:
+            tokens.append([])
+            continue
+        i, known = int(name[1:]), request.num_tokens
+        drafts = 0 if padded else len(output.scheduled_spec_decode_tokens.get(name, ()))
+        threshold = round(settings.acceptance_rate * prefix_cache.CERTAIN)
+        right = prefix_cache.accepted(threshold, i, known, drafts)
+        tokens.append([token(i, known + k) for k in range(right + 1)])
+    scheduler.update_from_output(
+        output,
+        ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)}, sampled_token_ids=tokens
+        ),
+    )
+    drafts = settings.num_speculative_tokens
+    if drafts and not settings.async_scheduling:
+        scheduler.update_draft_token_ids(DraftTokenIds(names, [[1] * drafts for _ in names]))
 
 
 def scenario(draw, kinds):
@@ -177,49 +226,46 @@ def some_requests(draw, largest):
 
 def crowded(draw, specs):
     """Blocks of a pool that the longest request just fits, or several do."""
-    largest = sum(-(-LONGEST // spec.block_size) if spec.kind != "mamba" else 3 for spec in specs)
+    largest = sum(
+        -(-LONGEST // spec.block_size) if spec.kind != "mamba" else 3 + spec.num_speculative_blocks
+        for spec in specs
+    )
     return 1 + largest + draw.choice([0, 1, 3, 10, 60, 1000])
 
 
-def both(
-    specs, num_blocks, arrivals, prompts, outputs, settings, segments=None, prefix=False, token=own_token
-):
-    """Steps of vLLM's scheduler, and the simulation of the same requests."""
-    rows, preemptions = vllm_steps(
-        specs,
-        num_blocks,
-        arrivals,
-        prompts,
-        outputs,
-        token,
-        prefix,
-        max_model_len=LONGEST,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        scheduling_policy="priority" if settings.scheduling_policy == "shortest" else "fcfs",
-    )
+def both(specs, num_blocks, asked, settings, segments=None, prefix=False, token=own_token, plain=True):
+    """Every step of vLLM's scheduler is the simulation's of the same requests."""
+    arrivals, prompts, outputs = asked
+    rows, preemptions = vllm_steps(specs, num_blocks, *asked, settings, token, prefix)
     layout = small_layout(
         specs, num_blocks, max_model_len=LONGEST, max_in_flight_tokens=settings.max_num_batched_tokens
     )
     traffic = Traffic("made", np.array(arrivals, float), np.array(prompts), np.array(outputs), segments)
     ours = simulate(
-        layout, traffic, OneSecond(), settings, progress=False, prefix_caching=prefix, trace=len(rows) + 5
+        layout,
+        traffic,
+        OneSecond(),
+        settings,
+        progress=False,
+        prefix_caching=prefix,
+        trace=len(rows) + 5,
+        plain=plain,
     )
     assert ours.trace.tolist() == rows.tolist()
     assert ours.requests.tokens[3].tolist() == preemptions.tolist()
     return ours
 
 
-@pytest.mark.parametrize("seed", range(SCENARIOS))
-def test_every_step_is_vllms(seed):
+def counted(seed, plain=True):
+    """Blocks that are only counted: no prefix is shared."""
     draw = random.Random(seed)
     kinds = draw.sample(["window", "small window", "chunk", "state", "full"], draw.randint(0, 3))
     if seed % 3 == 0:
         kinds = [kind for kind in kinds if kind in ("window", "chunk")] + ["aligned"] * draw.randint(1, 2)
     block, specs = scenario(draw, kinds)
-    arrivals, prompts, outputs, settings = some_requests(draw, 90)
+    *asked, settings = some_requests(draw, 90)
     settings = replace(settings, max_num_batched_tokens=max(settings.max_num_batched_tokens, 2 * block))
-    both(specs, crowded(draw, specs), arrivals, prompts, outputs, settings)
+    both(specs, crowded(draw, specs), asked, settings, plain=plain)
 
 
 def shared_prefixes(draw, prompts):
@@ -246,16 +292,73 @@ def shared_prefixes(draw, prompts):
     return Segments(start, ids, ends), token
 
 
-@pytest.mark.parametrize("seed", range(SCENARIOS))
-def test_every_step_is_vllms_with_a_prefix_cache(seed):
+PREFIX_KINDS = [[], ["window"], ["small window"], ["full"], ["window", "small window"], ["aligned"]]
+
+
+def named(seed, plain=True):
+    """Requests that share prefixes."""
     draw = random.Random(1000 + seed)
-    kinds = [[], ["window"], ["small window"], ["full"], ["window", "small window"], ["aligned"]][seed % 6]
-    if seed % 12 == 11:
-        kinds = ["aligned", "aligned"]
+    kinds = ["aligned", "aligned"] if seed % 12 == 11 else PREFIX_KINDS[seed % 6]
     block, specs = scenario(draw, kinds)
-    arrivals, prompts, outputs, settings = some_requests(draw, 90)
+    *asked, settings = some_requests(draw, 90)
     settings = replace(settings, max_num_batched_tokens=max(settings.max_num_batched_tokens, 2 * block))
-    segments, token = shared_prefixes(draw, prompts)
+    segments, token = shared_prefixes(draw, asked[1])
     if seed % 5 == 0:
         segments, token = None, own_token
-    both(specs, crowded(draw, specs), arrivals, prompts, outputs, settings, segments, True, token)
+    both(specs, crowded(draw, specs), asked, settings, segments, True, token, plain)
+
+
+def ahead_or_drafted(seed, plain=True):
+    """Steps that verify drafts, steps scheduled ahead, and both; with and without shared prefixes."""
+    draw = random.Random(2000 + seed)
+    drafts = [0, 1, 3, 5][seed % 4]
+    kinds = draw.sample(["window", "small window", "chunk", "full"], draw.randint(0, 2))
+    prefix = seed % 3 == 0 and "chunk" not in kinds
+    if not prefix and draw.random() < 0.3:
+        kinds.append("state")
+    block, specs = scenario(draw, kinds)
+    specs = [replace(s, num_speculative_blocks=drafts) if s.kind == "mamba" else s for s in specs]
+    *asked, settings = some_requests(draw, 90)
+    settings = replace(
+        settings,
+        max_num_batched_tokens=max(settings.max_num_batched_tokens, 2 * block),
+        num_speculative_tokens=drafts,
+        acceptance_rate=draw.choice([0.0, 0.5, 0.8, 1.0]),
+        num_lookahead_tokens=draw.choice([None, 0]),
+        async_scheduling=drafts == 0 or draw.random() < 0.5,
+    )
+    segments, token = shared_prefixes(draw, asked[1]) if prefix else (None, own_token)
+    both(specs, crowded(draw, specs), asked, settings, segments, prefix, token, plain)
+
+
+KINDS = {"counted": counted, "named": named, "ahead or drafted": ahead_or_drafted}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", range(4))
+def test_every_step_is_vllms(kind, part):
+    for seed in range(part * SCENARIOS // 4, (part + 1) * SCENARIOS // 4):
+        KINDS[kind](seed)
+
+
+def main():
+    """The long run; stops at the first scenario in which a step differs, and names its seed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--scenarios", type=int, default=2000, metavar="N", help="of each kind")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first one")
+    parser.add_argument("--kind", choices=list(KINDS), help="only these")
+    parser.add_argument("--plain", action="store_true", help="without numba's compiled loops")
+    arguments = parser.parse_args()
+    from tqdm import tqdm
+
+    for kind in [arguments.kind] if arguments.kind else KINDS:
+        for seed in tqdm(range(arguments.seed, arguments.seed + arguments.scenarios), kind):
+            try:
+                KINDS[kind](seed, arguments.plain)
+            except AssertionError as error:
+                raise SystemExit(f"{kind}, seed {seed}: {error}") from error
+        print(f"{kind}: {arguments.scenarios:,} scenarios from seed {arguments.seed} on, every step equal")
+
+
+if __name__ == "__main__":
+    main()

@@ -189,6 +189,76 @@ def test_compiled_loops_equal_the_plain_ones(name, sharing):
     assert np.array_equal(one.state.n, two.state.n)
 
 
+@pytest.mark.skipif(not FAST, reason="numba is not installed")
+def test_compiled_loops_equal_the_plain_ones_ahead_and_with_drafts():
+    layout, traffic = small_layout(LAYOUTS["windows"], 90, max_model_len=256), some_traffic(30)
+    settings = Settings(8, 64, async_scheduling=True, num_speculative_tokens=3)
+    one, two = (
+        simulate(layout, traffic, OneSecond(), settings, plain=plain, progress=False, trace=500)
+        for plain in (False, True)
+    )
+    assert one.trace.tolist() == two.trace.tolist() and np.array_equal(one.state.n, two.state.n)
+    assert np.array_equal(one.requests.times, two.requests.times)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_drafts_that_hold_save_steps_and_those_that_do_not_cost_slots(ahead, rate):
+    layout = small_layout([full(8), window(30, 8)], 4000, max_model_len=4096)
+    traffic = made([0] * 8, [64] * 8, [401] * 8)
+    asked = Settings(8, 512, async_scheduling=ahead, num_speculative_tokens=4, acceptance_rate=rate)
+    plain = simulate(layout, traffic, OneSecond(), Settings(8, 512), **PLAIN)
+    found = simulate(layout, traffic, OneSecond(), asked, **PLAIN)
+    assert found.finished == 8 and found.output_tokens == plain.output_tokens == 8 * 401
+    assert found.state.free.tolist() == [3999]
+    expected = sum(rate**k for k in range(5))  # a token, and the drafts before the first wrong one
+    assert found.count(scheduler.N_STEP) == pytest.approx(400 / expected, rel=0.1, abs=8)
+    share = (expected - 1) / 4
+    assert found.facts()["drafts_accepted"] == pytest.approx(share, abs=0.04)
+
+
+def test_scheduling_ahead_keeps_what_is_done_a_step_longer():
+    layout = small_layout([full(8)], 500, max_model_len=256)
+    traffic = some_traffic(100)
+    sync, ahead = (
+        simulate(layout, traffic, OneSecond(), Settings(4, 64, async_scheduling=on), **PLAIN)
+        for on in (False, True)
+    )
+    assert ahead.finished == sync.finished == 100 and ahead.output_tokens == sync.output_tokens
+    assert ahead.latencies["queue"].mean() > sync.latencies["queue"].mean() * 0.9
+    assert ahead.seconds >= sync.seconds
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"num_lookahead_tokens": 65}, "num_lookahead_tokens"),
+        ({"acceptance_rate": 1.5}, "acceptance_rate"),
+        ({"acceptance_rate": "most"}, "acceptance_rate"),
+        ({"async_scheduling": True, "prefill": False}, "prefill=False"),
+    ],
+)
+def test_bad_speculation_is_refused(facts, says):
+    with pytest.raises(SimulationError, match=says) as error:
+        Settings(8, 64, **facts)
+    assert "\n" not in str(error.value)
+
+
+def test_states_that_cannot_hold_the_drafts_are_refused():
+    drafts = Settings(8, 64, num_speculative_tokens=2)
+    with pytest.raises(SimulationError, match="num_speculative_tokens=2"):
+        simulate(
+            small_layout([full(8), state(4096)], 90, max_model_len=256), some_traffic(), OneSecond(), drafts
+        )
+    with pytest.raises(SimulationError, match="enable_prefix_caching=False"):
+        layout = small_layout(
+            [full(8), state(8, mamba_cache_mode="align", num_speculative_blocks=2)], 90, max_model_len=256
+        )
+        simulate(layout, some_traffic(), OneSecond(), drafts)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "shortest"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_everything_is_served_and_given_back(name, policy):
