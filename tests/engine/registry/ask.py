@@ -2,6 +2,11 @@ import signal
 import traceback
 
 from card import *
+
+try:  # 0.33 moved the planning to a module of its own
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
 from transformers.models.auto import configuration_auto, modeling_auto
 
 
@@ -102,6 +107,12 @@ def plain(v):
     return str(v)
 
 
+def groups_of(vc, found):
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        return planning.get_global_kv_cache_groups(vc, [dict(found)])
+    return planning.get_kv_cache_groups(vc, dict(found))
+
+
 def ask(config, **options):
     vc, model, found, shared = specs(config, **options)
     by = []
@@ -139,8 +150,8 @@ def ask(config, **options):
                 sup = WorkerBase.get_supported_kv_cache_layouts(types.SimpleNamespace(vllm_config=vc))
                 layout = resolve_kv_cache_layout(vc, [sup], list(found.values()))
             out["layout"] = layout.name
-            WorkerBase.set_kv_cache_layout(types.SimpleNamespace(vllm_config=vc), layout.name)
-        groups = kv_cache_utils.get_kv_cache_groups(vc, dict(found)) if found else []
+            vc.cache_config.kv_cache_layout = layout.name
+        groups = groups_of(vc, found) if found else []
         out["groups"] = [
             [
                 g.layer_names,
@@ -150,7 +161,6 @@ def ask(config, **options):
             ]
             for g in groups
         ]
-        pass
     except Exception as e:
         out["groups_refused"] = f"{type(e).__name__}: {e}"[:300]
     return out
