@@ -16,6 +16,7 @@ from decodebench.layout.placement import (
     place,
 )
 from decodebench.layout.records import Grouped
+from decodebench.models.engines import NEWEST
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions, with_options
@@ -93,7 +94,7 @@ def prepare(
         )
     else:
         groups = how[1](specs)
-    check_memory_order(groups, order)
+    check_memory_order(groups, order, opts.engine)
     return Grouped(
         groups=tuple(groups),
         memory_order=order,
@@ -234,7 +235,8 @@ def build(
     groups: Sequence[KVCacheGroupSpec], counts: tuple[int, ...], memory_order: str, budget: int = 0, **facts
 ) -> Layout:
     """A layout of these groups with ``counts`` blocks a pool; ``facts``: further fields of ``Layout``."""
-    tensors, size = place(groups, counts, memory_order)
+    options = facts.get("options")
+    tensors, size = place(groups, counts, memory_order, options.engine if options else NEWEST)
     return Layout(
         groups=tuple(groups),
         tensors=tensors,

@@ -32,7 +32,7 @@ def field(spec, name: str):
 def differences(entry: dict) -> list[str]:
     """What we lay out otherwise than vLLM, in words."""
     try:
-        grouped = prepare(entry["config"])
+        grouped = prepare(entry["config"], engine="vllm-0.32")
     except DecodebenchError as error:
         return [] if not entry["layers"] else [f"refused: {error}"]
     if not entry["layers"]:
