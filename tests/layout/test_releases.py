@@ -1,10 +1,13 @@
 """Every release's own layouts: stored beside 0.32's (goldens/releases.jsonl.gz), and planned by its rules."""
 
+from pathlib import Path
+
 import pytest
 from stored_layouts import cases, digest, like, plan_of, releases
 
 from decodebench.models.engines import ENGINES, FIRST_KNOWN, RULES
 
+README = Path(__file__).parents[2] / "README.md"
 CASES = {case.name: case for case in cases()}
 CHANGED = [(engine, name) for engine, (_, changed) in releases().items() for name in changed]
 
@@ -29,6 +32,19 @@ def test_nothing_else_changes(engine):
     for name, case in CASES.items():
         if name not in changed:
             assert like(plan_of(case, engine), case) == case.layout, name
+
+
+def test_readme_lists_the_rules():
+    text = README.read_text()
+    assert all(rule.what in text for rule in RULES)
+    counts = [releases()[engine] for engine in ("vllm-0.30", "vllm-0.31", "vllm-0.33")]
+    assert f"all {len(CASES)} stored cases" in text
+    assert (
+        "{} of\nthem are others in 0.30 than in 0.32, {} in 0.31, {} in 0.33".format(
+            *(len(changed) for _, changed in counts)
+        )
+        in text
+    )
 
 
 def test_every_rule_names_a_known_release():
