@@ -27,9 +27,9 @@ class Capacity:
     num_blocks: tuple[int, ...]
     blocks_per_request: tuple[int, ...]
     concurrency: float
-    #: tokens as logs have counted them since about vLLM 0.20.1: concurrency × length
+    #: tokens as logs have counted them since vLLM 0.20.1: concurrency × length
     tokens: int
-    #: tokens as logs counted them before: blocks // groups × the smallest block
+    #: tokens as logs counted them up to 0.20.0: blocks // groups × the smallest block
     tokens_old: int
     #: bytes of KV cache that a request of one token reserves: what it costs to start one
     start_bytes: int

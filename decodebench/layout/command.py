@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout import dump, text
@@ -191,18 +192,30 @@ def _tell(cards: Sequence[CardMemory]) -> None:
 def engine_rows(
     model: Model, memory: Sequence[int], block_size: int | None, grouping: str, options: dict
 ) -> list[dict]:
-    """One row of numbers a known release, for the same model, memory and options."""
-    rows = []
+    """One row of numbers a known release, for the same model, memory and options.
+
+    A release whose layout of the model is not known, or that refuses it, has its reason. Raises what the
+    newest release raises.
+    """
+    rows: list[dict] = []
     for engine in ENGINES:
-        grouped = prepare(model, block_size, grouping, **options | {"engine": engine})
-        rows.append({"engine": engine} | facts(layout_for(grouped, memory)))
+        try:
+            grouped = prepare(model, block_size, grouping, **options | {"engine": engine})
+            layout = layout_for(grouped, memory)
+        except DecodebenchError as error:
+            if engine == NEWEST:
+                raise
+            rows.append({"engine": engine, "status": "refused", "reason": str(error)})
+            continue
+        sizes = {"block_size": [group.block_size for group in layout.groups]}
+        rows.append({"engine": engine, "status": "ok", "reason": None} | sizes | facts(layout))
     return rows
 
 
 #: column of ``engine_rows`` → its heading
 ENGINE_COLUMNS = {
-    "engine": "engine",
     "groups": "groups",
+    "block_size": "tokens/block",
     "num_blocks": "blocks",
     "bytes_per_block": "bytes/block",
     "blocks_per_request": "blocks/request",
@@ -212,17 +225,24 @@ ENGINE_COLUMNS = {
 
 
 def _side_by_side(rows: list[dict]) -> str:
-    """The rows as a table, and what changes between the first release and the last."""
-    cells = [
-        [row[name] if name == "engine" else f"{row[name]:,.10g}" for name in ENGINE_COLUMNS] for row in rows
-    ]
-    changed = [
-        heading
-        for name, heading in ENGINE_COLUMNS.items()
-        if name != "engine" and len({row[name] for row in rows}) > 1
-    ]
-    last = f"changed: {', '.join(changed)}" if changed else "nothing changes between these releases"
-    return "\n".join([*columns([list(ENGINE_COLUMNS.values()), *cells]), last])
+    """The rows as a table, and a line for each release that changes something."""
+    headings = ["engine", *ENGINE_COLUMNS.values()]
+    planned = [row for row in rows if row["status"] == "ok"]
+    cells = [[row["engine"], *(_cell(row[name]) for name in ENGINE_COLUMNS)] for row in planned]
+    lines = columns([headings, *cells])
+    lines += [f"{row['engine']}: {row['reason']}" for row in rows if row["status"] != "ok"]
+    changes = []
+    for before, after in pairwise(cells):
+        pairs = zip(headings[1:], before[1:], after[1:])
+        changed = [f"{heading} {old} → {new}" for heading, old, new in pairs if old != new]
+        changes += [f"{after[0]} changes {', '.join(changed)}"] if changed else []
+    return "\n".join([*lines, *(changes or ["nothing changes between these releases"])])
+
+
+def _cell(value: object) -> str:
+    """A number, or the block sizes of all groups, each once."""
+    numbers = sorted(set(value)) if isinstance(value, list) else [value]
+    return " and ".join(f"{number:,.10g}" for number in numbers)
 
 
 def _json_case(

@@ -8,6 +8,7 @@ from math import lcm
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.grouping import KVCacheGroupSpec
+from decodebench.models.engines import NEWEST, holds
 from decodebench.models.specs import KVCacheSpec, cdiv
 
 #: every pool starts at a multiple of this, so that any dtype is aligned in it
@@ -38,15 +39,17 @@ class KVCacheTensor:
     size: int
 
 
-def block_stride(spec: KVCacheSpec) -> int:
+def block_stride(spec: KVCacheSpec, engine: str = NEWEST) -> int:
     """Bytes between two blocks of a layer in layer-outermost memory."""
+    if not holds("layers_aligned", engine):
+        return spec.page_size_bytes
     alignment = spec.stride_alignment_bytes
     return cdiv(spec.page_size_bytes, alignment) * alignment
 
 
-def bytes_per_block(groups: Sequence[KVCacheGroupSpec], memory_order: str) -> int:
+def bytes_per_block(groups: Sequence[KVCacheGroupSpec], memory_order: str, engine: str = NEWEST) -> int:
     """Bytes that one block id stands for: the pages of the widest group, strides aligned."""
-    if not memory_order.startswith("B"):
+    if not memory_order.startswith("B") and holds("layers_aligned", engine):
         return max(sum(block_stride(spec) for spec in _placed_specs(group)) for group in groups)
     widest = max(group.bytes_per_block for group in groups)
     alignment = lcm(*(spec.stride_alignment_bytes for group in groups for spec in _placed_specs(group)))
@@ -58,20 +61,20 @@ def _placed_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 
 def place(
-    groups: Sequence[KVCacheGroupSpec], counts: Sequence[int], memory_order: str
+    groups: Sequence[KVCacheGroupSpec], counts: Sequence[int], memory_order: str, engine: str = NEWEST
 ) -> tuple[tuple[KVCacheTensor, ...], int]:
     """Tensors of all groups and the bytes they take together; pools lie one behind the other."""
     tensors, start, end = [], 0, 0
     for pool, num_blocks in enumerate(counts):
         members = [group for group in groups if group.pool == pool]
-        block = bytes_per_block(members, memory_order)
+        block = bytes_per_block(members, memory_order, engine)
         for group in members:
             offset = start
             for spec, names in group.layers_by_spec():
                 if memory_order.startswith("B"):
                     layer, stride, used = spec.page_size_bytes, block, len(names) * spec.page_size_bytes
                 else:
-                    stride = block_stride(spec)
+                    stride = block_stride(spec, engine)
                     layer = stride * num_blocks
                     used = len(names) * layer
                 tensors.append(KVCacheTensor(names, offset, layer, stride, block * num_blocks))
@@ -81,7 +84,7 @@ def place(
     return tuple(tensors), end
 
 
-def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str) -> None:
+def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str, engine: str = NEWEST) -> None:
     """Raises ``LayoutRefused`` where this order of dimensions cannot hold pages of these sizes."""
     for pool in {group.pool for group in groups}:
         members = [group for group in groups if group.pool == pool]
@@ -96,7 +99,7 @@ def check_memory_order(groups: Sequence[KVCacheGroupSpec], memory_order: str) ->
                 f"memory order {memory_order}: pages of different sizes ({_sizes(pages)}) in several "
                 "groups need block-outermost memory: use BLHNC"
             )
-        strides = {block_stride(spec) for group in members for spec in group.layer_specs}
+        strides = {block_stride(spec, engine) for group in members for spec in group.layer_specs}
         if len(strides) > 1 and len(members) > 1 and memory_order.startswith("L"):
             raise LayoutRefused(
                 f"memory order {memory_order}: kernels that want their blocks aligned put blocks "

@@ -19,6 +19,7 @@ from decodebench.layout.placement import (
 from decodebench.layout.records import Grouped
 from decodebench.layout.stages import memory_of_stages, stages_of
 from decodebench.models.drafters import with_drafter
+from decodebench.models.engines import NEWEST
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions, with_options
@@ -109,7 +110,7 @@ def prepare(
         )
     else:
         groups = how[1](specs)
-    check_memory_order(groups, order)
+    check_memory_order(groups, order, opts.engine)
     return Grouped(
         groups=tuple(groups),
         memory_order=order,
@@ -276,7 +277,8 @@ def build(
     **facts: Any,
 ) -> Layout:
     """A layout of these groups with ``counts`` blocks a pool; ``facts``: further fields of ``Layout``."""
-    tensors, size = place(groups, counts, memory_order)
+    options = facts.get("options")
+    tensors, size = place(groups, counts, memory_order, options.engine if options else NEWEST)
     return Layout(
         groups=tuple(groups),
         tensors=tensors,

@@ -9,6 +9,7 @@ from typing import Self
 
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.placement import KVCacheTensor, LayoutRefused, bytes_per_block, place
+from decodebench.models.engines import NEWEST
 from decodebench.models.layers import Resolved
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions
@@ -41,6 +42,11 @@ class Grouped:
         return range(max(g.pool for g in self.groups) + 1)
 
     @property
+    def engine(self) -> str:
+        """The release whose rules hold."""
+        return self.options.engine if self.options else NEWEST
+
+    @property
     def tensor_parallel_size(self) -> int:
         """Ranks that the layers' heads are divided between; 1 for groups made by hand."""
         return self.options.tensor_parallel_size if self.options else 1
@@ -57,7 +63,7 @@ class Grouped:
         """
         if pool is None:
             return max(map(self.bytes_per_block, self.pools))
-        return bytes_per_block([g for g in self.groups if g.pool == pool], self.memory_order)
+        return bytes_per_block([g for g in self.groups if g.pool == pool], self.memory_order, self.engine)
 
     def blocks_per_request(self, length: int | None = None) -> list[int]:
         """Blocks that each group reserves for a request of ``length`` tokens (default: the maximum)."""
@@ -134,5 +140,5 @@ class Placed(Grouped):
                 f"{num_blocks} blocks for {pools} pool(s): every pool needs at least 2, the null block "
                 "and one to use"
             )
-        tensors, size = place(self.groups, counts, self.memory_order)
+        tensors, size = place(self.groups, counts, self.memory_order, self.engine)
         return replace(self, tensors=tensors, pool_num_blocks=counts, size=size, budget=size, stages=())

@@ -33,17 +33,28 @@ class Device:
     attention_tokens: int = 16
     #: tokens scheduled in one step where the user says nothing (an API server's default)
     batched_tokens: int = 8192
-    #: whether delta attention exports the state at the last boundary of a prefill (GLM-5.3)
+    #: whether delta attention exports the state at the last boundary of a prefill (heads of 128; Hopper: any)
     exports_states: bool = False
+    #: sparse latent kernels kept blocks whole rows apart before vLLM 0.32 did so on every card
+    flat_rows: bool = False
+    #: a Hopper card, whose kernels some formats have to themselves
+    hopper: bool = False
 
 
 DEVICES = {
     device.name: device
     for device in (
         Device("a100", Kernel(16), Kernel(16), batched_tokens=2048),
-        Device("h100", Kernel(16), Kernel(64, fixed=True), exports_states=True),
-        Device("h200", Kernel(16), Kernel(64, fixed=True), exports_states=True),
-        Device("b200", Kernel(32, fixed=True), Kernel(32, fixed=True), sparse_fp8="fp8", exports_states=True),
+        Device("h100", Kernel(16), Kernel(64, fixed=True), exports_states=True, hopper=True),
+        Device("h200", Kernel(16), Kernel(64, fixed=True), exports_states=True, hopper=True),
+        Device(
+            "b200",
+            Kernel(32, fixed=True),
+            Kernel(32, fixed=True),
+            sparse_fp8="fp8",
+            exports_states=True,
+            flat_rows=True,
+        ),
         Device("sm120", Kernel(16), Kernel(16), exports_states=True),
         Device("mi300", Kernel(64), Kernel(64)),
         Device("xpu", Kernel(64), Kernel(64), block_size=64, attention_tokens=64),

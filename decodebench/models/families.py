@@ -450,7 +450,7 @@ FAMILIES: dict[str, Family] = {
         state.read_delta_net, defaults=DELTA_NET, ssm_dtype=("mamba_ssm_dtype", "auto")
     ),
     "olmo_hybrid": Family(
-        state.read_delta_net,
+        state.read_olmo_hybrid,
         defaults={
             "max_position_embeddings": 65536,
             "linear_conv_kernel_dim": 4,

@@ -59,7 +59,9 @@ def read_qwen4_exp(f: Fields, root: str) -> list[Layer]:
         if i + 1 in embedded:
             rows = (f.integer("ple_conv_kernel_size") - 1) * f.integer("ngram_size")
             streams = f.integer("hc_count") * f.integer("hidden_size")
-            layers.append(StateLayer(f"{root}.{i}.ple", "short_conv", rows + 1, streams, replicated=True))
+            layers.append(
+                StateLayer(f"{root}.{i}.ple", "short_conv", rows + 1, streams, replicated=True, exported=True)
+            )
         if kind in LINEAR:
             layers.append(delta_net(f, f"{root}.{i}.linear_attn"))
             continue

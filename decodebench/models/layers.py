@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
-from decodebench.models.engines import NEWEST, rule
+from decodebench.models.engines import NEWEST, holds
 from decodebench.models.options import KV_CACHE_DTYPES, OptionError
 from decodebench.models.specs import (
     ChunkedLocalAttentionSpec,
@@ -55,6 +55,8 @@ class Resolved:
     engine: str = NEWEST
     #: tokens of a block that latent kernels split larger blocks into; None where any multiple will do
     latent_kernel_tokens: int | None = None
+    #: gated delta nets, and the convolutions beside them, export states
+    exports_delta: bool = False
 
 
 def split(number: int, parts: int, what: str) -> int:
@@ -93,6 +95,10 @@ def packed_heads(r: Resolved, kv_heads: int, head_size: int, head_size_v: int) -
     return {}
 
 
+#: width of the heads, and tokens of the blocks, of Hopper's kernels for wide heads in fp8
+WIDE_HEAD, WIDE_TOKENS = 512, 64
+
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """Keys and values per head. ``kind``: ``full``, ``cross`` or, by its fields, a window or chunk."""
@@ -113,6 +119,12 @@ class AttentionLayer:
         """Query heads on one of ``tp`` ranks; raises ``OptionError`` where ``tp`` does not divide them."""
         return split(self.num_heads, tp, "the query heads")
 
+    def wide_tokens(self, kv_cache_dtype: str, device: str, engine: str) -> int | None:
+        """Tokens of FlashAttention 4's blocks for wide heads in fp8, where these kernels are used."""
+        wide = self.head_size == WIDE_HEAD and kv_cache_dtype in ("fp8", "fp8_e4m3")
+        used = wide and DEVICES[device].hopper and holds("wide_fp8_blocks", engine)
+        return WIDE_TOKENS if used else None
+
     def spec(self, r: Resolved) -> KVCacheSpec:
         """What one rank stores of it; raises ``OptionError`` where heads do not divide or a dtype does not go."""
         self.query_heads(r.tensor_parallel_size)
@@ -123,9 +135,12 @@ class AttentionLayer:
             "num_kv_heads": kv_heads,
             "head_size": self.head_size,
             "dtype": r.value_dtype,
-            "kernel_block_tokens": self.kernel_tokens,
+            "kernel_block_tokens": self.kernel_tokens
+            or self.wide_tokens(r.kv_cache_dtype, r.device, r.engine),
             **packed_heads(r, kv_heads, self.head_size, head_size_v),
         }
+        if head_size_v != self.head_size and not holds("two_widths_fp8", r.engine):
+            common["dtype"] = r.dtype
         if self.cross:
             return CrossAttentionSpec(**common, max_encoder_tokens=r.max_num_batched_tokens)
         if self.attention_chunk_size is not None:
@@ -203,7 +218,10 @@ class LatentLayer:
         if not self.sparse:
             return spec
         # sparse kernels read flat rows: blocks must be whole rows apart, whole 64-token pages where quantized
-        if cache_dtype in ("auto", "bfloat16", "float16"):
+        everywhere = holds("whole_kernel_blocks", r.engine)
+        if not everywhere and not (DEVICES[r.device].flat_rows and holds("flat_rows", r.engine)):
+            return spec
+        if cache_dtype in ("auto", "bfloat16", "float16") or not everywhere:
             return replace(spec, block_stride_alignment=spec.entry_bytes)
         return replace(spec, kernel_block_tokens=64)
 
@@ -389,17 +407,17 @@ class StateLayer:
             mamba_type=MAMBA_TYPES[self.mixer],
             mamba_cache_mode=r.mamba_cache_mode,
             num_speculative_blocks=r.num_speculative_tokens,
-            # Mamba-2 kernels export the state at the last boundary of a prefill as well
-            num_prefill_checkpoint_blocks=int(
-                self.mixer == "mamba2"
-                or (
-                    self.exported
-                    and DEVICES[r.device].exports_states
-                    and (self.mixer == "kda" or rule("delta_checkpoint_blocks", r.engine))
-                )
-            ),
+            num_prefill_checkpoint_blocks=int(self.exports(r)),
             tp_replicated=self.replicated,
         )
+
+    def exports(self, r: Resolved) -> bool:
+        """Whether kernels store the state at the last boundary of a prefill as well."""
+        if self.mixer == "mamba2":
+            return holds("mamba2_checkpoint", r.engine)
+        if self.mixer == "kda":
+            return self.exported and DEVICES[r.device].exports_states and holds("kda_checkpoint", r.engine)
+        return self.exported and r.exports_delta
 
 
 def groups_for_shards(groups: int, tp: int) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
 
-from decodebench.models.devices import DEVICES
+from decodebench.models.devices import DEVICES, Device
+from decodebench.models.engines import ENGINES, FIRST_KNOWN, holds, reached
 from decodebench.models.fields import ConfigError, Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.options import KV_CACHE_DTYPES, CacheOptions, OptionError
@@ -19,6 +20,8 @@ QUANT_KERNEL_TOKENS = 32
 DEFAULT_MAX_MODEL_LEN = 2048
 #: latent attention beside states: decode kernels want blocks of whole 128 tokens
 LATENT_GRAIN = 128
+#: tokens between two states that FlashInfer's prefill of gated delta nets can store
+DELTA_GRAIN = 64
 #: where the layers of a draft model are said to be
 DRAFT_ROOT = "mtp.layers."
 
@@ -111,6 +114,8 @@ class Model:
     def specs(self, resolved: Resolved, options: CacheOptions) -> dict[str, KVCacheSpec]:
         """The specs for options that are resolved already."""
         found = {layer.name: layer.spec(resolved) for layer in self.layers + self.draft(options)}
+        if not holds("whole_kernel_blocks", resolved.engine):
+            found = {name: replace(spec, kernel_block_tokens=None) for name, spec in found.items()}
         if self.extra_retained_tokens == 0:
             return found
         kept = self.extra_retained_tokens
@@ -147,6 +152,12 @@ class Model:
     def resolve(self, options: CacheOptions, aligned: bool = True) -> Resolved:
         """Options and config put together; ``aligned``: state pages made equal to attention pages."""
         self._check_parallel(options)
+        first = FIRST_KNOWN.get(self.model_type, ENGINES[0])
+        if not reached(first, options.engine):
+            raise OptionError(
+                f"engine = {options.engine!r}: that release laid {self.model_type} out in a way of its own, which is "
+                f"not planned here: use {first} or later"
+            )
         dtype = self.dtype if options.dtype == "auto" else options.dtype
         kv_cache_dtype = self.kv_cache_dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
         if self.kv_cache_dtype == "fp8_ds_mla" and kv_cache_dtype.startswith("fp8"):
@@ -178,7 +189,8 @@ class Model:
         if caching is None:
             caching = not self.attention_free
         mode = "align" if caching else "none"
-        resolved = replace(resolved, mamba_cache_mode=mode)
+        exports = caching and self._exports_delta(device, options.engine)
+        resolved = replace(resolved, mamba_cache_mode=mode, exports_delta=exports)
         if aligned:
             resolved = self._align(resolved)
         length = resolved.max_model_len if mode == "none" else resolved.block_size
@@ -191,6 +203,10 @@ class Model:
         if kv_cache_dtype.startswith(("turboquant_", "ultraquant_")):
             return QUANT_KERNEL_TOKENS, None
         device = DEVICES[options.device]
+        plain = [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+        wide = [layer.wide_tokens(kv_cache_dtype, options.device, options.engine) for layer in plain]
+        if any(wide):
+            return max(tokens for tokens in wide if tokens), None
         latent = [layer for layer in self.layers if isinstance(layer, LatentLayer)]
         if not latent or any(layer.sparse for layer in latent):
             return (
@@ -198,6 +214,15 @@ class Model:
             ), (self.kernel_block_size)
         kernel = device.latent_fp8 if kv_cache_dtype.startswith("fp8") else device.latent
         return max(kernel.tokens, self.kernel_block_size), kernel.tokens if kernel.fixed else None
+
+    def _exports_delta(self, device: Device, engine: str) -> bool:
+        """Whether FlashInfer's prefill of gated delta nets stores states: only where every state layer's can."""
+        if not device.exports_states or not holds("gdn_checkpoint", engine):
+            return False
+        states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        nets = [layer for layer in states if layer.mixer == "gdn"]
+        fit = device.hopper or all(layer.state_size == 128 for layer in nets)
+        return bool(nets) and fit and all(layer.exported for layer in states)
 
     def _align(self, r: Resolved) -> Resolved:
         """Grow the attention block until its page holds a state, then pad the state's page to it."""
@@ -219,6 +244,8 @@ class Model:
         grain = max(r.kernel_block_size, r.block_size)
         if isinstance(attention, LatentLayer):
             grain = max(grain, LATENT_GRAIN)
+        if r.exports_delta:
+            grain = lcm(grain, DELTA_GRAIN)
         block = grain * cdiv(state_page, grain * token_bytes)
         kernels = lcm(r.kernel_block_size, *(x.grain for x in self.layers if isinstance(x, IndexerLayer)))
         block = kernels * cdiv(block, kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from decodebench.models.attention import heads
 from decodebench.models.fields import MAX_LAYERS, Fields
@@ -205,15 +206,26 @@ def read_nemotron_h(f: Fields, root: str) -> list[Layer]:
     return layers
 
 
-def read_delta_net(f: Fields, root: str) -> list[Layer]:
-    """Gated delta nets, every ``full_attention_interval``-th layer full attention."""
+def read_delta_net(f: Fields, root: str, exported: bool = True) -> list[Layer]:
+    """Gated delta nets, every ``full_attention_interval``-th layer full attention.
+
+    ``exported``: the family's layers can store a state in the middle of a prefill.
+    """
     length = f.layer_count()
     types = f.listing("layer_types", length=length, choices=ATTENTION | STATE)
     if types is None:
         period = f.integer("full_attention_interval", default=4)
         types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(length)]
 
-    return interleaved(f, types, root, "self_attn.attn", lambda name: delta_net(f, name), "linear_attn")
+    def state(name: str) -> StateLayer:
+        return replace(delta_net(f, name), exported=exported)
+
+    return interleaved(f, types, root, "self_attn.attn", state, "linear_attn")
+
+
+def read_olmo_hybrid(f: Fields, root: str) -> list[Layer]:
+    """Gated delta nets by a layer of their own, which stores states at the ends of steps only."""
+    return read_delta_net(f, root, exported=False)
 
 
 def delta_net(f: Fields, name: str) -> StateLayer:
@@ -226,6 +238,7 @@ def delta_net(f: Fields, name: str) -> StateLayer:
         head_dim=f.integer("linear_value_head_dim"),
         num_key_heads=f.integer("linear_num_key_heads"),
         state_size=f.integer("linear_key_head_dim"),
+        exported=True,
     )
 
 

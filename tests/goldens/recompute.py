@@ -1,10 +1,12 @@
 """The stored layouts against the vLLM that is installed here.
 
-    python tests/goldens/recompute.py
+    python tests/goldens/recompute.py            # is plan(engine=this release) what this release computes?
+    python tests/goldens/recompute.py --write    # and store it in releases.jsonl.gz
 
-Layers come from decodebench's reading of each stored config, as vLLM specs; everything after that is
-vLLM's own code: grouping, page alignment, placement, capacity, the length that fits where the one asked
-for does not. Prints a line for every case whose numbers are other ones. No GPU is needed.
+Layers come from decodebench's reading of each stored config by that release's rules, as vLLM specs;
+everything after that is vLLM's own code: grouping, page alignment, placement, capacity, the length that
+fits where the one asked for does not. Prints a line for every case where ``plan`` says other numbers. No
+GPU is needed. A release that is not known yet is planned by the newest one's rules.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "support")]
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -28,6 +30,7 @@ from decodebench.vllm.launch import FORWARD, prepare_process  # noqa: E402
 
 prepare_process()
 
+import stored_layouts as stored  # noqa: E402
 import torch  # noqa: E402
 import vllm  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -40,7 +43,9 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
 from decodebench.layout import dump  # noqa: E402
 from decodebench.layout.plan import prepare  # noqa: E402
+from decodebench.models.engines import ENGINES, NEWEST  # noqa: E402
 from decodebench.models.specs import AttentionSpec, KVCacheSpec, MambaSpec  # noqa: E402
+from decodebench.vllm import compat  # noqa: E402
 
 try:  # 0.33 moved the planning to a module of its own
     from vllm.v1.core import kv_cache_planning as planning
@@ -249,7 +254,7 @@ def spec_dict(spec) -> dict:
         out["unpadded_page_size_bytes"] = (
             spec.unpadded_page_size_bytes if isinstance(spec, v.AttentionSpec) else spec.real_page_size_bytes
         )
-    out |= {name: plain(getattr(spec, name)) for name in ("block_size", "dcp_sharded") if hasattr(spec, name)}
+    out |= {"block_size": spec.block_size, "dcp_sharded": compat.dcp_sharded(spec)}
     out |= {name: plain(getattr(spec, name)) for name in PROPERTIES if _has(spec, name)}
     return {name: value for name, value in out.items() if value is not None and name not in NOT_STORED}
 
@@ -294,47 +299,49 @@ def plain(value):
 
 
 def main() -> int:
-    """0 where the installed release computes every stored case."""
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    sys.path.insert(0, str(HERE.parent / "layout"))
-    from test_goldens import golden, options_of
-
-    cases, differences = 0, []
-    for path in tqdm(sorted(HERE.glob("*.json.gz")), unit="model"):
-        stored = golden(path.name.removesuffix(".json.gz"))
-        for case in stored["cases"]:
-            cases += 1
-            if "refused" in case:
-                continue
-            grouped = prepare(stored["model"], **options_of(case))
-            config_for(grouped, grouped.max_model_len, fit=False)
-            dtype = grouped.resolved.kv_cache_dtype
-            specs = {
-                n: vllm_spec(s, dtype)
-                for n, s in grouped.model.specs(grouped.resolved, grouped.options).items()
-            }
-            found = json.loads(json.dumps(layout(grouped, specs, [int(b) for b in case["memory"]])))
-            wanted = {key: case[key] for key in found}
-            for memory in (*found["memory"].values(), *wanted["memory"].values()):
-                memory.pop("refused", None)  # releases word it differently
-            at = first_difference(found, wanted)
-            if at:
-                differences.append(f"{stored['model']}, {case['case']}: {at}")
-    print(*differences, f"vLLM {vllm.__version__}: {len(differences)} of {cases} cases differ", sep="\n")
+    """0 where ``plan`` gives the installed release's own numbers on every stored case."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="store what this release computes")
+    arguments = parser.parse_args()
+    engine = f"vllm-{compat.release(vllm.__version__)}"
+    rules = engine if engine in ENGINES else NEWEST
+    found, differences = {}, []
+    for case in tqdm(stored.cases(), unit="case"):
+        grouped = prepare(case.model, **case.options | {"engine": rules})
+        config_for(grouped, grouped.max_model_len, fit=False)
+        dtype = grouped.resolved.kv_cache_dtype
+        specs = {
+            n: vllm_spec(s, dtype) for n, s in grouped.model.specs(grouped.resolved, grouped.options).items()
+        }
+        theirs = layout(grouped, specs, [int(budget) for budget in case.layout["memory"]])
+        found[case.name] = stored.like(theirs, case)
+        ours = stored.like(stored.plan_of(case, rules), case)
+        at = first_difference(found[case.name], ours)
+        if at:
+            differences.append(f"{case.name}: {at}")
+    changed = {case.name for case in stored.cases() if found[case.name] != case.layout}
+    print(
+        *differences,
+        f"vLLM {vllm.__version__}, planned by the rules of {rules}: {len(differences)} of {len(found)} cases "
+        f"differ from plan; {len(changed)} from vLLM 0.32.0",
+        sep="\n",
+    )
+    if arguments.write:
+        stored.write(engine, found)
     return int(bool(differences))
 
 
-def first_difference(found, stored, at: str = "") -> str:
+def first_difference(found, planned, at: str = "") -> str:
     """Where two JSON values part, and how; empty where they are the same."""
-    if found == stored:
+    if found == planned:
         return ""
-    if isinstance(found, dict) and isinstance(stored, dict):
-        keys = [key for key in {**stored, **found} if found.get(key) != stored.get(key)]
-        return first_difference(found.get(keys[0]), stored.get(keys[0]), f"{at}.{keys[0]}")
-    if isinstance(found, list) and isinstance(stored, list) and len(found) == len(stored):
-        place = next(i for i, (a, b) in enumerate(zip(found, stored)) if a != b)
-        return first_difference(found[place], stored[place], f"{at}[{place}]")
-    return f"{at.lstrip('.')} is {found!r}, stored is {stored!r}"
+    if isinstance(found, dict) and isinstance(planned, dict):
+        keys = [key for key in {**planned, **found} if found.get(key) != planned.get(key)]
+        return first_difference(found.get(keys[0]), planned.get(keys[0]), f"{at}.{keys[0]}")
+    if isinstance(found, list) and isinstance(planned, list) and len(found) == len(planned):
+        place = next(i for i, (a, b) in enumerate(zip(found, planned)) if a != b)
+        return first_difference(found[place], planned[place], f"{at}[{place}]")
+    return f"{at.lstrip('.')} is {found!r}, in plan {planned!r}"
 
 
 if __name__ == "__main__":

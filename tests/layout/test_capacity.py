@@ -58,6 +58,10 @@ NEMOTRON_NANO = config(
 )
 
 
+#: the logs of delta nets are of releases before 0.33, whose blocks grow in other steps
+BEFORE = "vllm-0.32"
+
+
 def gib(number: float) -> int:
     return int(number * 2**30)
 
@@ -91,7 +95,7 @@ def test_qwen3_next_on_two_ranks():
     ],
 )
 def test_delta_nets_with_prefix_caching(model, memory, block, padding, blocks, tokens, times, options):
-    layout = plan(model, gib(memory), **options)
+    layout = plan(model, gib(memory), engine=BEFORE, **options)
     c, lines = capacity(layout), layout.log_lines()
     assert (layout.resolved.block_size, layout.num_blocks, c.tokens) == (block, blocks, tokens)
     assert f"{c.concurrency:.2f}" == times
@@ -146,7 +150,7 @@ def test_nemotron_nano_by_state_dtype(dtype, block):
 
 @pytest.mark.parametrize(("tokens", "block"), [(0, 784), (1, 800), (7, 832)])
 def test_speculative_tokens_widen_the_convolution(tokens, block):
-    assert plan(QWEN_27B, "40GiB", num_speculative_tokens=tokens).resolved.block_size == block
+    assert plan(QWEN_27B, "40GiB", num_speculative_tokens=tokens, engine=BEFORE).resolved.block_size == block
 
 
 def test_a_block_size_given_is_the_grain():
@@ -154,8 +158,8 @@ def test_a_block_size_given_is_the_grain():
     model = delta(
         64, hidden_size=5120, num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48
     )
-    assert plan(model, "40GiB", num_speculative_tokens=7).resolved.block_size == 832
-    grown = plan(model, "80GiB", num_speculative_tokens=7, block_size=816)
+    assert plan(model, "40GiB", num_speculative_tokens=7, engine=BEFORE).resolved.block_size == 832
+    grown = plan(model, "80GiB", num_speculative_tokens=7, block_size=816, engine=BEFORE)
     assert grown.resolved.block_size == 1632
 
 

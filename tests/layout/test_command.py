@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from stored_layouts import registry
 
 import decodebench as db
 from decodebench.__main__ import main
 from decodebench.errors import DecodebenchError
+from decodebench.models.engines import ENGINES
 from decodebench.models.load import DATA
 
 
@@ -163,12 +165,34 @@ def test_a_cold_plan_loads_nothing_heavy():
     assert "standard input" in done.stdout
 
 
-def test_releases_side_by_side(capsys):
-    assert main(["plan", "qwen3-next-80b-a3b", "--memory", "80GiB", "--compare-engines"]) == 0
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("qwen3-next-80b-a3b", ["vllm-0.33 changes tokens/block 544 → 576", "blocks/request 488 → 465"]),
+        ("nemotron-h-8b", ["vllm-0.32 changes blocks/request 20 → 26"]),
+        ("llama-3.1-8b", ["nothing changes between these releases"]),
+    ],
+)
+def test_releases_side_by_side(capsys, model, says):
+    assert main(["plan", model, "--memory", "80GiB", "--compare-engines"]) == 0
     shown = capsys.readouterr().out
-    assert "vllm-0.32" in shown and "vllm-0.33" in shown and "nothing changes between these releases" in shown
+    assert all(engine in shown for engine in ENGINES)
+    assert all(sentence in shown for sentence in says), shown
+
+
+def test_a_release_that_laid_a_model_out_otherwise_has_its_reason(capsys, tmp_path):
+    glm = next(entry["config"] for entry in registry() if entry["name"] == "glm5_next")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(glm))
+    assert main(["plan", str(path), "--memory", "80GiB", "--compare-engines"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "vllm-0.31: engine = 'vllm-0.31': that release laid glm5_next_text out in a way of its own" in shown
+    )
+    with pytest.raises(DecodebenchError, match=r"use vllm-0\.32 or later"):
+        db.plan(str(path), memory="80GiB", engine="vllm-0.31")
 
 
 def test_an_unknown_release_is_refused_with_the_known_ones():
-    with pytest.raises(DecodebenchError, match=r"engine = 'vllm-0\.9': known are vllm-0\.32, vllm-0\.33"):
+    with pytest.raises(DecodebenchError, match=r"engine = 'vllm-0\.9': known are vllm-0\.30, .*, vllm-0\.33"):
         db.plan("tiny-llama", memory="1GiB", engine="vllm-0.9")

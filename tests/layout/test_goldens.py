@@ -1,11 +1,9 @@
 """Layouts equal to what vLLM 0.32's own code computed, case by case (see goldens/README.md)."""
 
-import gzip
 import json
-from functools import cache
-from pathlib import Path
 
 import pytest
+from stored_layouts import golden, golden_models, options_of
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout import dump
@@ -13,44 +11,13 @@ from decodebench.layout.placement import LayoutRefused
 from decodebench.layout.plan import layout_for, prepare
 from decodebench.models.load import load_model
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
-
-
-@cache
-def golden(model: str) -> dict:
-    return json.loads(gzip.decompress((GOLDENS / f"{model}.json.gz").read_bytes()))
-
 
 def all_cases() -> list:
-    models = sorted(path.name.removesuffix(".json.gz") for path in GOLDENS.glob("*.json.gz"))
     return [
         pytest.param(model, i, id=f"{model}-{case['case']}")
-        for model in models
+        for model in golden_models()
         for i, case in enumerate(golden(model)["cases"])
     ]
-
-
-def options_of(case: dict) -> dict:
-    """Our options for a case; the maximum length is left to the config unless the case is about it."""
-    o = case["options"]
-    in_flight = o["max_in_flight_tokens"] or 2 * o["max_num_batched_tokens"]
-    named = case["case"]
-    return {
-        "block_size": o["block_size"],
-        "dtype": o["dtype"] if not named.startswith("default") else "auto",
-        "kv_cache_dtype": o["kv_cache_dtype"],
-        "tensor_parallel_size": o["tensor_parallel_size"],
-        "decode_context_parallel_size": o["decode_context_parallel_size"],
-        "max_model_len": o["max_model_len"] if named.startswith("len") else None,
-        "max_num_batched_tokens": o["max_num_batched_tokens"],
-        "async_scheduling": in_flight == 2 * o["max_num_batched_tokens"],
-        "enable_prefix_caching": o["enable_prefix_caching"],
-        "hybrid_kv_cache_manager": o["hybrid_kv_cache_manager"],
-        "memory_order": o["kv_cache_layout"] if named == "BLHNC" else None,
-        # latent attention was dumped under kernels that take 64 tokens, sparse fp8 rows as a B200 has them
-        "device": "b200",
-        "kernel_block_size": 64 if o["kernel_block_sizes"] == ["64"] else None,
-    }
 
 
 @pytest.mark.parametrize(("model", "index"), all_cases())
@@ -90,9 +57,7 @@ def check_memory(grouped, model: str, case: dict, budget: int, memory: dict):
     assert (fitted.max_model_len, fitted.num_blocks) == (fits["max_model_len"], fits["num_blocks"])
 
 
-@pytest.mark.parametrize(
-    "model", sorted(path.name.removesuffix(".json.gz") for path in GOLDENS.glob("*.json.gz"))
-)
+@pytest.mark.parametrize("model", golden_models())
 def test_layers(model: str):
     """Layers in registration order, layers that share a cache, and the same from the whole config."""
     expected = golden(model)
@@ -104,7 +69,4 @@ def test_layers(model: str):
 
 
 def test_all_cases_are_here():
-    assert (
-        sum(len(golden(path.name.removesuffix(".json.gz"))["cases"]) for path in GOLDENS.glob("*.json.gz"))
-        >= 375
-    )
+    assert sum(len(golden(model)["cases"]) for model in golden_models()) >= 375

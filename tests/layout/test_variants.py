@@ -5,19 +5,16 @@ sizes of the same families, tensor and context parallelism, speculative tokens, 
 block-outermost memory, multimodal configs. Refusals included.
 """
 
-import gzip
 import json
-from pathlib import Path
 
 import pytest
+from stored_layouts import variant_options, variants
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout import dump
 from decodebench.layout.placement import LayoutRefused
 from decodebench.layout.plan import layout_for, prepare
 
-FILE = Path(__file__).parents[1] / "goldens" / "variants.jsonl.gz"
-VARIANTS = [json.loads(line) for line in gzip.decompress(FILE.read_bytes()).decode().splitlines()]
 #: what the dump does not have, or has under another name
 NOT_DUMPED = {
     "class",
@@ -46,15 +43,13 @@ def specs_of(spec) -> list:
     return [(comparable(spec), None)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=[f"{i}-{v['name']}" for i, v in enumerate(VARIANTS)])
+@pytest.mark.parametrize("variant", variants(), ids=[f"{i}-{v['name']}" for i, v in enumerate(variants())])
 def test_variant(variant):
     if "refused" in variant:
         with pytest.raises(DecodebenchError):
-            prepare(variant["config"], **variant["options"])
+            prepare(variant["config"], **variant_options(variant))
         return
-    # latent attention was dumped under kernels that take 64 tokens
-    latent = {"kernel_block_size": 64} if "kv_lora_rank" in variant["config"] else {}
-    grouped = prepare(variant["config"], **variant["options"] | latent)
+    grouped = prepare(variant["config"], **variant_options(variant))
     assert list(grouped.model.layer_names) == variant["layers"]
     assert dict(grouped.model.shared_layers) == variant["shared"]
     assert grouped.max_model_len == variant["max_model_len"]

@@ -5,6 +5,11 @@ from dataclasses import replace
 from card import *  # isort: skip
 import vllm.transformers_utils.config as tc
 from transformers import PreTrainedConfig
+
+try:  # 0.33 moved the planning to a module of its own
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
 from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.v1.core import kv_cache_utils
@@ -136,6 +141,12 @@ def plain(v):
     return str(v)
 
 
+def groups_of(vc, found):
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        return planning.get_global_kv_cache_groups(vc, [dict(found)])
+    return planning.get_kv_cache_groups(vc, dict(found))
+
+
 def ask(config, **options):
     vc, model, found, shared = specs(config, **options)
     by = []
@@ -173,12 +184,15 @@ def ask(config, **options):
                 sup = WorkerBase.get_supported_kv_cache_layouts(types.SimpleNamespace(vllm_config=vc))
                 layout = resolve_kv_cache_layout(vc, [sup], list(found.values()))
             out["layout"] = layout.name
-            WorkerBase.set_kv_cache_layout(types.SimpleNamespace(vllm_config=vc), layout.name)
-        retained = max(0, vc.num_prefill_lookahead_tokens - 1)
+            if hasattr(WorkerBase, "set_kv_cache_layout"):
+                WorkerBase.set_kv_cache_layout(types.SimpleNamespace(vllm_config=vc), layout.name)
+            else:
+                vc.cache_config.kv_cache_layout = layout.name
+        retained = max(0, getattr(vc, "num_prefill_lookahead_tokens", 0) - 1)
         for name, spec in found.items():
-            if isinstance(spec, SlidingWindowSpec):
+            if retained and isinstance(spec, SlidingWindowSpec):
                 found[name] = replace(spec, extra_retained_tokens=retained)
-        groups = kv_cache_utils.get_kv_cache_groups(vc, dict(found)) if found else []
+        groups = groups_of(vc, found) if found else []
         out["groups"] = [
             [
                 g.layer_names,

@@ -24,6 +24,9 @@ os.environ.update(
 warnings.filterwarnings("ignore")
 from unittest.mock import MagicMock
 
+# before the stand-ins, which its extension would take for the real packages
+import xgrammar
+
 CARDS = {"a100": (8, 0), "h100": (9, 0), "b200": (10, 0), "sm120": (12, 0)}
 CARD = os.environ.get("CARD", "h100")
 

@@ -1,3 +1,5 @@
+import time
+
 from ask import *
 from vllm.model_executor.models.registry import _VLLM_MODELS
 
