@@ -306,7 +306,7 @@ def main() -> int:
             cases += 1
             if "refused" in case:
                 continue
-            grouped = prepare(stored["model"], **options_of(case))
+            grouped = prepare(stored["model"], **options_of(stored["model"], case))
             config_for(grouped, grouped.max_model_len, fit=False)
             dtype = grouped.resolved.kv_cache_dtype
             specs = {
