@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
 
 from decodebench.errors import DecodebenchError
 from decodebench.measure.provenance import provenance as measured_on
 from decodebench.models.load import KnownModels, list_models
-from decodebench.show.look import BLUE, GREEN, VERMILLION
+from decodebench.show.look import EDGES
 from decodebench.words import plain_number, runs
 
 
@@ -33,6 +33,8 @@ class Table:
         numeric = [
             pd.api.types.is_numeric_dtype(d) and not pd.api.types.is_bool_dtype(d) for d in self.frame.dtypes
         ]
+        cells = [[self._cell(str(c), v) for c, v in zip(self.frame.columns, row)] for row in self._rows()]
+        prose = [any(len(row[i]) > PROSE for row in cells) for i in range(len(numeric))]
         head = "".join(
             f'<th scope="col"{_align(n)}{self._tooltip(str(c))}>{html.escape(_heading(str(c)))}</th>'
             for c, n in zip(self.frame.columns, numeric)
@@ -40,14 +42,16 @@ class Table:
         body = "".join(
             "<tr>"
             + "".join(
-                f"<td{_align(n, cell)}>{html.escape(cell)}</td>"
-                for cell, n in zip(map(self._cell, map(str, self.frame.columns), row), numeric)
+                f"<td{_align(n, cell, p)}>{html.escape(cell)}</td>" for cell, n, p in zip(row, numeric, prose)
             )
             + "</tr>"
-            for row in self.frame.itertuples(index=False)
+            for row in cells
         )
         caption = f"<caption>{html.escape(self.caption)}</caption>" if self.caption else ""
         return f'<table class="db-table">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _rows(self) -> Iterator[tuple]:
+        return self.frame.itertuples(index=False, name=None)
 
     def _tooltip(self, column: str) -> str:
         meaning = MEANINGS.get(column) or self.frame.attrs.get("meanings", {}).get(column)
@@ -120,10 +124,16 @@ def _heading(column: str) -> str:
     return name.replace("gb_per_s", "GB/s").replace("_", " ")
 
 
-def _align(numeric: bool, text: str = "") -> str:
-    """Numbers right; short words in one piece wherever the table stands, on paper too."""
+#: characters from which a cell's text is a sentence: its column gets room for lines of some words
+PROSE = 60
+
+
+def _align(numeric: bool, text: str = "", prose: bool = False) -> str:
+    """Numbers right; short words in one piece wherever the table stands, on paper too; sentences in wide cells."""
     if numeric:
         return ' class="number" style="text-align:right"'
+    if prose:
+        return ' class="prose" style="text-align:left;min-width:12em"'
     return ' class="word" style="text-align:left"' if 0 < len(text) <= 12 else ' style="text-align:left"'
 
 
@@ -134,8 +144,7 @@ class Verdict:
         self.text, self.ok = text, ok
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        colour = {True: GREEN, False: VERMILLION, None: BLUE}[self.ok]
-        box = f"border-left:5px solid {colour};padding:.6em 1em;font-size:1.05em;margin:.4em 0"
+        box = f"border-left:5px solid {EDGES[self.ok]};padding:.6em 1em;font-size:1.05em;margin:.4em 0"
         data = {
             "text/html": f'<div class="db-verdict" style="{box}"><b>{html.escape(self.text)}</b></div>',
             "text/plain": self.text,
@@ -204,11 +213,20 @@ def provenance(stored=None, **settings) -> Provenance:
 
 def config_sources(settings: Mapping[str, object]) -> dict[str, str]:
     """Where the values of every known model among a notebook's settings come from."""
-    named: list[str] = []
-    for value in settings.values():
-        named += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)]
+    named = set(_texts(settings.values()))
     known = KnownModels(name for name in list_models() if name in named)
     return {name: source for name, _, source in known.facts()}
+
+
+def _texts(values: Iterable[object]) -> Iterator[str]:
+    """Every text among the values, however deep in lists and tables."""
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _texts(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _texts(value)
 
 
 def _flat(value) -> str:

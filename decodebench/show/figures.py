@@ -24,12 +24,12 @@ from decodebench.show.look import (
     INK,
     MUTED,
     ORANGE,
-    PALETTE,
     SKY,
     VERMILLION,
     VIOLET,
     Chart,
     chart,
+    dot_style,
     legend,
     line_style,
     panels,
@@ -665,9 +665,7 @@ def times_floor(table, title: str, subtitle: str = "") -> Chart:
         rows = [
             order.index(model) + 0.3 * (((7 * n) % 11) / 10 - 0.5) for n, model in enumerate(part["model"])
         ]
-        axes.scatter(
-            part["times"], rows, s=9, alpha=0.45, color=PALETTE[i], linewidths=0, label=label, zorder=2 + i
-        )
+        axes.scatter(part["times"], rows, label=label, zorder=2 + i, **dot_style(i))
     medians = [float(table[table["model"] == model]["times"].median()) for model in order]
     axes.scatter(
         medians, range(len(order)), marker="|", s=220, color=INK, linewidths=2, label="median", zorder=5
@@ -679,7 +677,7 @@ def times_floor(table, title: str, subtitle: str = "") -> Chart:
     axes.set_yticks(range(len(order)), order)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("measured time of an output token, times its floor")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, markerscale=1.6)
     said = "; ".join(f"{model} {median:.1f}" for model, median in zip(order, medians))
     below = int((table["times"] < 1).sum())
     figure.alt = (
@@ -700,15 +698,7 @@ def held_out(table, title: str, subtitle: str = "") -> Chart:
     for axes, way in zip(panels[0], ways):
         part = table[table["held_out"] == way]
         for i, (engine, dots) in enumerate(part.groupby("engine")):
-            axes.scatter(
-                1e3 * dots["measured_s"],
-                1e3 * dots["predicted_s"],
-                s=8,
-                alpha=0.45,
-                linewidths=0,
-                color=PALETTE[i],
-                label=engine,
-            )
+            axes.scatter(1e3 * dots["measured_s"], 1e3 * dots["predicted_s"], label=engine, **dot_style(i))
         axes.plot([low, high], [low, high], color=INK, linewidth=1)
         axes.fill_between(
             [low, high], [low / 1.3, high / 1.3], [1.3 * low, 1.3 * high], color=MUTED, alpha=0.12, lw=0

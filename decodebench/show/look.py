@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from functools import wraps
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -33,6 +34,8 @@ BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE = (
     "#b5659a",
 )
 VIOLET, GREY = "#8b3fbf", "#77828e"
+#: edges that keep a contrast of 3 on the ground of any notebook: white, #111, VS Code's #1e1e1e, Colab's #383838
+EDGES = {True: "#1c9c6c", False: "#dd6430", None: "#2f8fe0"}
 DARK_INKS = {
     GROUND: "#16191d",
     INK: "#e8eaed",
@@ -61,6 +64,17 @@ def line_style(i: int) -> dict:
         "color": PALETTE[i % len(PALETTE)],
         "marker": MARKERS[(i + turn) % len(MARKERS)],
         "linestyle": DASHES[turn % len(DASHES)],
+    }
+
+
+def dot_style(i: int) -> dict[str, Any]:
+    """Colour and shape of the i-th cloud of dots, small enough for thousands and dark enough for one."""
+    return {
+        "color": PALETTE[i % len(PALETTE)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "s": 9,
+        "alpha": 0.8,
+        "linewidths": 0,
     }
 
 
@@ -160,7 +174,31 @@ def slim(svg: str) -> str:
     rounded = re.sub(
         r'\bd="[^"]*"', lambda path: re.sub(r"\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}", path[0]), svg
     )
-    return re.sub(r"\s*<metadata>.*?</metadata>", "", rounded, flags=re.S)
+    return re.sub(r"\s*<metadata>.*?</metadata>", "", dotted(rounded), flags=re.S)
+
+
+#: one mark at many places, as matplotlib writes it: reference, place, look
+MARK = r'\s*<use xlink:href="(#\w+)" x="([-\d.]+)" y="([-\d.]+)" style="([^"]*)"/>'
+RUN = re.compile(MARK + r'(?:\s*<use xlink:href="\1" x="[-\d.]+" y="[-\d.]+" style="\4"/>){19,}')
+
+
+def dotted(svg: str) -> str:
+    """The same SVG with the dots of a cloud as vertices of one unseen line: a seventh of the bytes."""
+    count = 0
+
+    def line(run: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        mark = f"{run[1][1:]}-{count}"
+        places = "L".join(f"{float(x):.1f} {float(y):.1f}" for _, x, y, _ in re.findall(MARK, run[0]))
+        ends = " ".join(f'marker-{end}="url(#{mark})"' for end in ("start", "mid", "end"))
+        return (
+            f'<marker id="{mark}" overflow="visible" markerUnits="userSpaceOnUse">'
+            f'<use xlink:href="{run[1]}" style="{run[4]}"/></marker>'
+            f'<path d="M{places}" {ends} style="fill: none; stroke: none"/>'
+        )
+
+    return RUN.sub(line, svg)
 
 
 def darkened(svg: str) -> str:

@@ -348,15 +348,60 @@ def engine(table: pd.DataFrame) -> Answer:
     )
 
 
-def published(table, errors) -> str:
+# -- 10: published figures and floors ----------------------------------------------------------------
+
+
+def published(table: pd.DataFrame, errors: pd.DataFrame) -> Answer:
     """How far published figures stand above their floors, and how well they are estimated."""
-    used = table[table["left_out"] == ""]
+    used, all_times = table[table["left_out"] == ""], table["times"].dropna()
+    if used.empty or errors.empty:
+        return (
+            f"Of {counted(len(table), 'published figure')} none is used in the fit: nothing to judge by.",
+            None,
+        )
     times = used["times"]
-    below = int((table["times"] < 1).sum())
+    below = int((all_times < 1).sum())
     worst = errors.sort_values("median_error_share").iloc[-1]
     half, most = worst["median_error_share"], worst["p90_error_share"]
     return (
-        f"A typical published figure takes {times.median():.1f} times its floor, one in a hundred less than "
-        f"{times.quantile(0.01):.1f}; {below} of {len(table):,} are below it, and impossible as recorded. With "
-        f"{worst['held out']} held out, half of the estimates are within {half:.0%}, nine in ten within {most:.0%}."
-    )
+        f"The {counted(len(used), 'published figure')} of the fit take {times.median():.1f} times their floor in "
+        f"the median, one in a hundred less than {times.quantile(0.01):.1f}; of all {len(all_times):,} with a floor "
+        f"{below} are below it, and impossible as recorded. With {worst['held out']} held out, half of the estimates "
+        f"are within {half:.0%}, nine in ten within {most:.0%}."
+    ), None
+
+
+def middle_half(table: pd.DataFrame) -> str:
+    """A title: between which multiples of their floors half of the figures lie."""
+    times = table["times"].dropna()
+    if times.empty:
+        return "No published figure with a floor was asked for"
+    low, high = times.quantile(0.25), times.quantile(0.75)
+    return f"Half of these published decode figures take {low:.1f} to {high:.1f} times their floor"
+
+
+def overtakes(floors: pd.DataFrame) -> str:
+    """A title: from which of the lengths shown a step reads more cache than weights, by model."""
+    said = []
+    for name, part in floors.groupby("model", sort=False):
+        part = part.assign(length=part["context"].astype(int)).sort_values("length")
+        past = part[part["cache_s"] > part["weights_s"]]
+        where = f"from {int(past['length'].iloc[0]):,} tokens" if len(past) else "at none of these lengths"
+        said.append(f"of {short(str(name))} {where}")
+    return f"A step spends more on cache than on weights: {'; '.join(said)}"
+
+
+#: columns of a floor's parts → what they are called
+PARTS = {
+    "weights_ms": "weights",
+    "experts_ms": "routed experts",
+    "cache_ms": "the cache",
+    "messages_ms": "messages",
+}
+
+
+def largest_parts(table: pd.DataFrame) -> str:
+    """A title: which part is the largest of how many of the floors."""
+    largest = table[list(PARTS)].astype(float).idxmax(axis=1).value_counts(sort=False)
+    said = [f"{name} in {largest[column]}" for column, name in PARTS.items() if largest.get(column)]
+    return f"The largest part of {counted(len(table), 'floor')}: {', '.join(said)}"
