@@ -17,7 +17,7 @@ from decodebench.errors import DecodebenchError, MissingExtra
 #: command → (module, function that adds arguments, function that runs it, one line of help)
 COMMANDS = {
     "plan": (
-        "decodebench.layout.command",
+        "decodebench.forecast.plan_command",
         "add_plan_arguments",
         "plan_command",
         "the layout of a model's cache",

@@ -456,7 +456,10 @@ class Prepared:
             loads.append(self._prompt(prompt_tokens / share, prompt_context))
         loads += self._messages(tokens)
         experts = next((part for part in self.parts if part.role == "experts"), None)
-        held = sum(self._resident(part) for part in self.parts) / self.pipeline_parallel_size
+        held = sum(
+            resident(part, self.formats, self.tensor_parallel_size, self.data_parallel_size)
+            for part in self.parts
+        )
         cached = self._held(local)
         text = context if isinstance(context, str) else "+".join(f"{n:g}x{l}" for l, n in lengths.items())
         return Bound(
@@ -470,7 +473,7 @@ class Prepared:
             pipeline_parallel_size=self.pipeline_parallel_size,
             data_parallel_size=self.data_parallel_size,
             expert_parallel_size=self.expert_parallel_size,
-            weight_bytes=held,
+            weight_bytes=held / self.pipeline_parallel_size,
             cache_bytes=cached,
             parameters=sum(part.params for part in self.parts),
             experts_touched=self._touched(experts, tokens) if experts else 0.0,
@@ -480,14 +483,6 @@ class Prepared:
         )
 
     # -- weights
-
-    def _resident(self, part: Part) -> float:
-        """Bytes of a part's weights on one rank, all stages together."""
-        size = self.formats[part.role].bits / 8
-        if part.role == "experts":
-            # data parallel replicas share their experts: each holds a part of them
-            return part.params * size / (self.tensor_parallel_size * self.data_parallel_size)
-        return part.per_rank(self.tensor_parallel_size) * size
 
     def _touched(self, part: Part, tokens: float) -> float:
         """Routed experts of a layer that the tokens of all replicas use."""

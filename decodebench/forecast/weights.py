@@ -6,7 +6,7 @@ Of multimodal models the language model is counted: a decode step reads nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,14 @@ from decodebench.forecast.architectures import (
     Flag,
 )
 from decodebench.forecast.parts import ROLES, Attending, Part, mlp
+from decodebench.forecast.quantization import Format, checkpoint, formats
 from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
 from decodebench.models.layers import STATE_SHAPES, StateLayer
 from decodebench.models.load import TEXT_TYPES, load_model, text_config
 from decodebench.models.model import Model
+from decodebench.models.options import CacheOptions
 
 #: names of a model's width
 WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -54,6 +56,28 @@ def parameters(model) -> dict[str, int]:
     for part in weights(model):
         counts[part.role] = counts.get(part.role, 0) + part.params
     return {role: counts[role] for role in ROLES if role in counts}
+
+
+def weight_bytes(model, tensor_parallel_size: int = 1) -> float:
+    """Bytes of weights that one rank holds, in the checkpoint's own formats; draft layers are left out.
+
+    ``model`` is what ``load_model`` takes. Raises ``ConfigError`` where config.json leaves out a size that
+    tensors need, ``QuantizationError`` where it names a quantization that is not known.
+    """
+    model = load_model(model)
+    sizes = formats(checkpoint(model), model.resolve(CacheOptions()).dtype)
+    return sum(resident(part, sizes, tensor_parallel_size) for part in weights(model))
+
+
+def resident(part: Part, sizes: Mapping[str, Format], ranks: int, replicas: int = 1) -> float:
+    """Bytes of a part's weights on one of ``ranks`` tensor parallel ranks, all pipeline stages together.
+
+    Data parallel ``replicas`` share their experts: each holds a part of them.
+    """
+    size = sizes[part.role].bits / 8
+    if part.role == "experts":
+        return part.params * size / (ranks * replicas)
+    return part.per_rank(ranks) * size
 
 
 def add_up(found: list[Part]) -> tuple[Part, ...]:
