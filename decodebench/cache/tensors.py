@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -130,7 +131,7 @@ class Cache:
     #: what ``allocate`` wrote into every byte; None where it wrote nothing, and for an engine's memory
     initial: str | None = None
     #: what the last fill wrote, under ``values``: what an audit expects where nothing else is asked for
-    filled_with: dict[str, object] = field(default_factory=dict, init=False, repr=False)
+    filled_with: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:

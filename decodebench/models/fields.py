@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
@@ -105,9 +105,10 @@ class Fields:
             raise self.wrong(names, f"a list of {len(value)}", f"at most {MAX_LAYERS} layers are sensible")
         if length is not None and len(value) < length:
             raise self.wrong(names, f"a list of {len(value)}", f"there are {length} layers")
-        for entry in value if choices is not None else ():
-            if not isinstance(entry, str | int) or entry not in choices:
-                raise self.wrong(names, entry, f"known are {', '.join(map(str, choices))}")
+        if choices is not None:
+            for entry in value:
+                if not isinstance(entry, str | int) or entry not in choices:
+                    raise self.wrong(names, entry, f"known are {', '.join(map(str, choices))}")
         return list(value) if length is None else list(value[:length])
 
     def missing(self, *names: str) -> ConfigError:
@@ -117,7 +118,7 @@ class Fields:
             "plan({'layer name': FullAttentionSpec(...), ...}, memory=...)"
         )
 
-    def wrong(self, names: tuple[str, ...], value, why: str) -> ConfigError:
+    def wrong(self, names: Sequence[str], value, why: str) -> ConfigError:
         name = next((n for n in names if self.values.get(n) is not None), names[0])
         shown = repr(value)
         return ConfigError(

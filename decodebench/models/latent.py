@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, StateLayer
@@ -86,7 +87,12 @@ def read_bailing_hybrid(f: Fields, root: str) -> list[Layer]:
             layers.append(latent(f, f"{name}.attn"))
         elif delta:
             kernel = f.integer("short_conv_kernel_size", default=4)
-            state = {"num_heads": count, "head_dim": size, "num_key_heads": count, "state_size": size}
+            state: dict[str, Any] = {
+                "num_heads": count,
+                "head_dim": size,
+                "num_key_heads": count,
+                "state_size": size,
+            }
             layers.append(StateLayer(name, "kda", kernel, **state))
         else:
             layers.append(StateLayer(name, "linear", num_heads=count, head_dim=size, state_size=size))

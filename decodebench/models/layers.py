@@ -6,7 +6,7 @@ Sizes are the whole model's; ``spec`` divides them by the tensor parallel size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.engines import NEWEST, rule
@@ -115,7 +115,7 @@ class AttentionLayer:
         self.query_heads(r.tensor_parallel_size)
         kv_heads = kv_heads_per_rank(self.num_kv_heads, r.tensor_parallel_size, self.name)
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
-        common = {
+        common: dict[str, Any] = {
             "block_size": r.block_size,
             "num_kv_heads": kv_heads,
             "head_size": self.head_size,
@@ -179,7 +179,7 @@ class LatentLayer:
                 f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): use "
                 "auto, fp8 or fp8_ds_mla"
             )
-        common = {
+        common: dict[str, Any] = {
             "block_size": r.block_size,
             "num_kv_heads": 1,
             "head_size": self.head_size,
@@ -427,7 +427,9 @@ MAMBA_TYPES = {
 
 
 class Layer(Protocol):
-    """What every kind of layer offers."""
+    """What every kind of layer offers; each is a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str: ...

@@ -143,7 +143,7 @@ class Model:
             block_size=options.block_size or block,
             kernel_block_size=kernel,
             max_model_len=self._length(options),
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=options.max_num_batched_tokens or device.batched_tokens,
             tensor_parallel_size=options.tensor_parallel_size,
             num_speculative_tokens=options.num_speculative_tokens,
             device=options.device,
@@ -212,7 +212,7 @@ class Model:
 
     def _length(self, options: CacheOptions) -> int:
         asked = options.max_model_len
-        if asked in (None, "auto"):
+        if asked is None or isinstance(asked, str):  # "auto"
             return self.default_model_len or self.max_model_len
         if asked > max(self.max_model_len, self.longest_allowed or 0) and not self.unbounded:
             raise OptionError(
@@ -348,6 +348,6 @@ def checkpoint_kv_dtype(f: Fields) -> str:
     if isinstance(scheme, Mapping):
         # compressed-tensors knows fp8 caches alone: 4 bits there are not nvfp4
         return "fp8" if scheme.get("num_bits") == 8 else "auto"
-    inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
-    algorithm = str(inner.get("kv_cache_quant_algo") or "").lower()
+    inner = quant.get("quantization")
+    algorithm = str((inner if isinstance(inner, Mapping) else quant).get("kv_cache_quant_algo") or "").lower()
     return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(algorithm, "auto")

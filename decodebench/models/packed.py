@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer, Resolved, split
@@ -73,7 +73,7 @@ class PackedLayer:
                 tokens_per_state=self.ratio,
                 alignment=PAGE_GRAIN,
             )
-        latent = {
+        latent: dict[str, Any] = {
             "num_kv_heads": 1,
             "head_size": self.width,
             "dtype": "uint8",
