@@ -20,7 +20,7 @@ from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
 from decodebench.forecast.quantization import Format, formats
-from decodebench.forecast.weights import fields_of, not_exact, tensors, tied_head, width_of
+from decodebench.forecast.weights import fields_of, not_exact, resident, tensors, tied_head, width_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
 from decodebench.models.load import load_model

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from decodebench.errors import DecodebenchError
 from decodebench.forecast import parts as blocks
 from decodebench.forecast.architectures import (
     ARCHITECTURES,
@@ -20,7 +21,7 @@ from decodebench.forecast.architectures import (
     Flag,
 )
 from decodebench.forecast.parts import ROLES, Attending, Part, mlp
-from decodebench.forecast.quantization import Format, checkpoint, formats
+from decodebench.forecast.quantization import Format, formats
 from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
@@ -28,6 +29,7 @@ from decodebench.models.layers import STATE_SHAPES, StateLayer
 from decodebench.models.load import TEXT_TYPES, load_model, text_config
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions
+from decodebench.words import bytes_text
 
 #: names of a model's width
 WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -65,8 +67,17 @@ def weight_bytes(model, tensor_parallel_size: int = 1) -> float:
     tensors need, ``QuantizationError`` where it names a quantization that is not known.
     """
     model = load_model(model)
-    sizes = formats(checkpoint(model), model.resolve(CacheOptions()).dtype)
+    sizes = formats(model.config, model.resolve(CacheOptions()).dtype)
     return sum(resident(part, sizes, tensor_parallel_size) for part in weights(model))
+
+
+def weights_text(model, tensor_parallel_size: int = 1) -> str:
+    """``weight_bytes`` in words: what lies beside a cache, an estimate where it is one, or why it is not known."""
+    try:
+        size = bytes_text(weight_bytes(model, tensor_parallel_size))
+        return f"about {size}, an estimate" if not_exact(load_model(model)) else size
+    except DecodebenchError as error:
+        return f"not known ({error})"
 
 
 def resident(part: Part, sizes: Mapping[str, Format], ranks: int, replicas: int = 1) -> float:

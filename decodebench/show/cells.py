@@ -88,6 +88,7 @@ HEADINGS = {
     "start_bytes": "one token reserves",
     "request_bytes": "a request reserves",
     "slope_bytes": "a further token",
+    "weight_bytes": "weights beside it",
     "required": "pages read",
     "filled": "of them filled",
     "zeroed": "zeroed on purpose",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from decodebench.coverage.trial import Trial
+from decodebench.forecast.weights import weights_text
 from decodebench.layout.layout import Layout
 from decodebench.words import bytes_text, counted, plain_number, share_text, short, some
 
@@ -81,7 +82,8 @@ def model(layout: Layout, context: int, with_fault: float, without: float) -> An
         )
     return (
         f"{short(layout.model.name)}: {counted(groups, 'group')}, {fits.concurrency:,.1f} requests of "
-        f"{counted(length, 'token')} in {bytes_text(layout.budget)} of KV cache (weights not counted); {filled}."
+        f"{counted(length, 'token')} in {bytes_text(layout.budget)} of KV cache, beside weights of "
+        f"{weights_text(layout.model)}; {filled}."
     ), without == 1
 
 
@@ -190,7 +192,7 @@ def capacity(table: pd.DataFrame) -> Answer:
             f"KV cache of {short(row['model'])}: a request of one token reserves "
             f"{bytes_text(float(row['start_bytes']))}, one of {at} tokens "
             f"{bytes_text(float(row['request_bytes']))}, and there a further token "
-            f"{bytes_text(float(row['slope_bytes']))}.{left_out}"
+            f"{bytes_text(float(row['slope_bytes']))}; its weights lie beside it: {_weights(longest)}.{left_out}"
         ), None
 
     def ends(values: pd.Series) -> str:
@@ -202,8 +204,20 @@ def capacity(table: pd.DataFrame) -> Answer:
 
     return (
         f"KV cache only: a request of one token reserves {ends(start)}; at {at} tokens a further token costs "
-        f"{ends(slope)}.{left_out}"
+        f"{ends(slope)}. Weights lie beside it: {_weights(longest)}.{left_out}"
     ), None
+
+
+def _weights(rows: pd.DataFrame) -> str:
+    """What weights take, from the smallest model of the rows to the largest."""
+    known = rows.dropna(subset=["weight_bytes"])
+    if known.empty:
+        return "how many is not known"
+    small, large = known.loc[known["weight_bytes"].idxmin()], known.loc[known["weight_bytes"].idxmax()]
+    text = bytes_text(float(small["weight_bytes"]))
+    if len(known) == 1:
+        return text
+    return f"{text} ({short(small['model'])}) to {bytes_text(float(large['weight_bytes']))} ({short(large['model'])})"
 
 
 def gain(table: pd.DataFrame, small: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 import decodebench as db
 from decodebench.coverage.trial import before_and_after
+from decodebench.forecast.weights import weights_text
 from decodebench.show import traffic, verdicts
 
 
@@ -49,7 +50,7 @@ def test_a_models_verdict_reports_what_was_found_for_both_fills():
     layout = db.plan("tiny-gemma3", memory="64MiB", max_model_len="auto")
     text, ok = verdicts.model(layout, 256, 0.25, 0.5)
     assert "covers 25.0%" in text and "own table 50.0%" in text and ok is False
-    assert "weights not counted" in text and "256 tokens" in text
+    assert f"beside weights of {weights_text('tiny-gemma3')}" in text and "256 tokens" in text
     assert verdicts.model(layout, 256, 0.25, 1.0)[1] is True
     one = db.plan("tiny-llama", memory="64MiB", max_model_len="auto")
     assert "one group, so group 0's table is the right one" in verdicts.model(one, 1, 1.0, 1.0)[0]
@@ -237,6 +238,23 @@ def test_a_fill_names_the_cases_at_both_ends():
     )
     text, _ = verdicts.fill(costs)
     assert "20.0% of memset's speed (shared, 128 KiB) to 90% (large, 8 MiB)" in text and "2.0 times" in text
+
+
+def test_weights_stand_beside_the_cache_or_are_said_to_be_unknown():
+    table = db.sweep(
+        {
+            "model": ["tiny-llama", "tiny-gemma3"],
+            "context": 64,
+            "measure": "layout",
+            "memory": "64MiB",
+            "max_model_len": "auto",
+        }
+    )
+    text, _ = verdicts.capacity(table)
+    assert "Weights lie beside it:" in text and "(tiny-llama)" in text and "(tiny-gemma3)" in text
+    unknown = table.assign(weight_bytes=table["weight_bytes"].where(table["model"] == ""))
+    assert "Weights lie beside it: how many is not known." in verdicts.capacity(unknown)[0]
+    assert "its weights lie beside it" in verdicts.capacity(table.iloc[:1])[0]
 
 
 # -- 10 to 12 ----------------------------------------------------------------------------------------
