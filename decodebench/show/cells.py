@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.measure.provenance import provenance as measured_on
@@ -12,14 +13,24 @@ from decodebench.models.load import KnownModels, list_models
 from decodebench.show.look import EDGES
 from decodebench.words import plain_number, runs
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: data by MIME type, and what an export needs besides
+Bundle = tuple[dict[str, Any], dict[str, Any]]
+
 
 class Table:
     """A DataFrame as people read it; the export keeps the raw numbers as CSV."""
 
-    def __init__(self, frame, name: str, caption: str = "", formats: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, frame: pd.DataFrame, name: str, caption: str = "", formats: Mapping[str, str] | None = None
+    ) -> None:
         self.frame, self.name, self.caption, self.formats = frame, name, caption, dict(formats or {})
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
         data = {
             "text/html": self.html(),
             "text/plain": self.frame.to_string(),
@@ -50,14 +61,14 @@ class Table:
         caption = f"<caption>{html.escape(self.caption)}</caption>" if self.caption else ""
         return f'<table class="db-table">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
-    def _rows(self) -> Iterator[tuple]:
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
         return self.frame.itertuples(index=False, name=None)
 
     def _tooltip(self, column: str) -> str:
         meaning = MEANINGS.get(column) or self.frame.attrs.get("meanings", {}).get(column)
         return f' title="{html.escape(meaning, quote=True)}"' if meaning else ""
 
-    def _cell(self, column: str, value) -> str:
+    def _cell(self, column: str, value: Any) -> str:
         import pandas as pd
 
         if value is None or (not isinstance(value, str | list | tuple) and pd.isna(value)):
@@ -69,7 +80,9 @@ class Table:
         return plain_number(value, column)
 
 
-def table(frame, name: str, caption: str = "", formats: Mapping[str, str] | None = None) -> Table:
+def table(
+    frame: pd.DataFrame, name: str, caption: str = "", formats: Mapping[str, str] | None = None
+) -> Table:
     """Show a DataFrame. ``name`` names its CSV; ``formats``: column → format string such as ``"{:.1%}"``."""
     return Table(frame, name, caption, formats)
 
@@ -144,7 +157,9 @@ class Verdict:
     def __init__(self, text: str, ok: bool | None) -> None:
         self.text, self.ok = text, ok
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
         box = f"border-left:5px solid {EDGES[self.ok]};padding:.6em 1em;font-size:1.05em;margin:.4em 0"
         data = {
             "text/html": f'<div class="db-verdict" style="{box}"><b>{html.escape(self.text)}</b></div>',
@@ -164,7 +179,9 @@ class Note:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
         data = {"text/html": f'<p class="db-note">{html.escape(self.text)}</p>', "text/plain": self.text}
         return data, {"decodebench": {"role": "note", "text": self.text}}
 
@@ -174,7 +191,7 @@ def note(text: str) -> Note:
     return Note(" ".join(str(text).split()))
 
 
-def attempt(what: str, function: Callable, *args, **kwargs):
+def attempt(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What the function returns; where this library refuses it, a sentence that says so: the page goes on."""
     try:
         return function(*args, **kwargs)
@@ -188,7 +205,9 @@ class Provenance:
     def __init__(self, facts: Mapping[str, object]) -> None:
         self.facts = dict(facts)
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
         flat = {k: v for k, v in self.facts.items() if v not in (None, {}, [])}
         rows = "".join(
             f'<tr><th scope="row" style="text-align:left">{html.escape(key.replace("_", " "))}</th>'
@@ -202,7 +221,7 @@ class Provenance:
         return data, {"decodebench": {"role": "provenance", "facts": {k: _flat(v) for k, v in flat.items()}}}
 
 
-def provenance(stored=None, **settings) -> Provenance:
+def provenance(stored: Any = None, **settings: Any) -> Provenance:
     """Show what made the figures: this machine and ``settings``, or what a ``stored`` sweep was made with."""
     if stored is None:
         facts = measured_on(settings, device=str(settings.get("device") or "cpu"))
@@ -230,7 +249,7 @@ def _texts(values: Iterable[object]) -> Iterator[str]:
             yield from _texts(value)
 
 
-def _flat(value) -> str:
+def _flat(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k} = {_flat(v)}" for k, v in value.items())
     if isinstance(value, list | tuple):

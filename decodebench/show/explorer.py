@@ -9,8 +9,9 @@ In JupyterLab it is a panel of ipywidgets; an export shows the same picture as a
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from decodebench.cache.faults import FAULTS
 from decodebench.cache.values import Tags
@@ -215,7 +216,8 @@ class Explorer:
     def __init__(self, choice: Choice) -> None:
         import ipywidgets
 
-        self.choice, self.view = choice, None
+        self.choice = choice
+        self.view: View | None = None
         names = list_models()
         models = names if choice.model in names else (choice.model, *names)
         wide = {"layout": ipywidgets.Layout(width="19em"), "style": {"description_width": "5.5em"}}
@@ -240,11 +242,12 @@ class Explorer:
         self._changed()
 
     def _changed(self, change: Mapping | None = None) -> None:
-        chosen = {name: control.value for name, control in self.controls.items()}
-        asked = replace(self.choice, **{k: None if v == NONE else v for k, v in chosen.items()})
+        chosen: dict[str, Any] = {name: control.value for name, control in self.controls.items()}
+        changes: Any = {k: None if v == NONE else v for k, v in chosen.items()}
+        asked = replace(self.choice, **changes)
         try:
-            self.view = look(asked)
-            self.output.value = panel(self.view, asked)
+            self.view = view = look(asked)
+            self.output.value = panel(view, asked)
         except DecodebenchError as error:
             self.view = None
             text = f"<b>Refused.</b> {html.escape(str(error))}"
@@ -262,7 +265,9 @@ class Explorer:
         chart.caption = _short(self.view.trial.audit.verdict)
         return chart
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         shown = self.widget._repr_mimebundle_()
         data, metadata = shown if isinstance(shown, tuple) else (shown, {})
         if self.view is None:
@@ -271,6 +276,6 @@ class Explorer:
         return still | data, metadata | facts
 
 
-def explore(model: str = "jamba-v0.1", **choice) -> Explorer:
+def explore(model: str = "jamba-v0.1", **choice: Any) -> Explorer:
     """The explorer with these choices to start from: see ``Choice``."""
     return Explorer(Choice(model=model, **choice))

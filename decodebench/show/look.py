@@ -9,11 +9,13 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
+from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
@@ -57,7 +59,7 @@ DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)))
 HATCHES = ("", "////", "----", "\\\\\\\\", "xxxx", "||||")
 
 
-def line_style(i: int) -> dict:
+def line_style(i: int) -> dict[str, Any]:
     """Colour, marker and dash of the i-th line: no two lines of a figure share all three, or two of them."""
     turn = i // len(PALETTE)
     return {
@@ -78,7 +80,7 @@ def dot_style(i: int) -> dict[str, Any]:
     }
 
 
-def bar_style(i: int, colours: Sequence[str] = PALETTE) -> dict:
+def bar_style(i: int, colours: Sequence[str] = PALETTE) -> dict[str, Any]:
     """Colour and pattern of the i-th of several bars."""
     turn = i // len(colours)
     return {
@@ -89,7 +91,7 @@ def bar_style(i: int, colours: Sequence[str] = PALETTE) -> dict:
     }
 
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.facecolor": GROUND,
     "axes.facecolor": "none",
     "savefig.facecolor": GROUND,
@@ -106,7 +108,7 @@ STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.prop_cycle": matplotlib.cycler(color=PALETTE),
+    "axes.prop_cycle": cycler(color=PALETTE),
     "grid.color": FAINT,
     "grid.linewidth": 0.6,
     "xtick.color": MUTED,
@@ -121,11 +123,15 @@ STYLE = {
 }
 
 
-def styled(function):
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def styled(function: Callable[P, R]) -> Callable[P, R]:
     """Run a plotting function under the one look."""
 
     @wraps(function)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         with matplotlib.rc_context(STYLE):
             return function(*args, **kwargs)
 
@@ -138,7 +144,9 @@ class Chart(Figure):
     ``name`` names its files in an export, ``alt`` says in words what the picture shows.
     """
 
-    def __init__(self, *args, name: str = "figure", alt: str = "", caption: str = "", **kwargs) -> None:
+    def __init__(
+        self, *args: Any, name: str = "figure", alt: str = "", caption: str = "", **kwargs: Any
+    ) -> None:
         super().__init__(*args, layout=kwargs.pop("layout", "constrained"), **kwargs)
         self.name, self.alt, self.caption = name, alt, caption
 
@@ -157,7 +165,9 @@ class Chart(Figure):
         self.savefig(buffer, format="png", dpi=dpi, facecolor=GROUND)
         return buffer.getvalue()
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         import base64
 
         data = {
@@ -207,8 +217,15 @@ def darkened(svg: str) -> str:
 
 
 def chart(
-    name: str, title: str, *, rows: int = 1, columns: int = 1, size=(8.2, 4.0), subtitle: str = "", **grid
-):
+    name: str,
+    title: str,
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    size: tuple[float, float] = (8.2, 4.0),
+    subtitle: str = "",
+    **grid: Any,
+) -> tuple[Chart, Any]:
     """An empty ``Chart`` with its title, and its axes as ``Figure.subplots`` gives them. Call under
     ``styled``. Title and subtitle wrap, and the figure grows by their further lines.
     """
@@ -237,7 +254,9 @@ def chart(
     return figure, axes
 
 
-def panels(name: str, title: str, labels: Sequence[str], *, height: float, subtitle: str = "", **grid):
+def panels(
+    name: str, title: str, labels: Sequence[str], *, height: float, subtitle: str = "", **grid: Any
+) -> tuple[Chart, list[Axes]]:
     """A chart with a panel a label, three in a row at most; ``height`` in inches of one row of panels.
 
     Returns the chart and the panels' axes; those of one row share their categories.
@@ -263,7 +282,7 @@ def panels(name: str, title: str, labels: Sequence[str], *, height: float, subti
     return figure, flat[: len(labels)]
 
 
-def legend(figure, handles: Sequence, labels: Sequence[str]) -> None:
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """A legend under a figure, in as many columns as its width holds, the figure made taller for its rows."""
     widest = max(map(len, labels), default=1)
     columns = max(1, min(len(labels), int(10.3 * figure.get_figwidth()) // (widest + 7)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decodebench.forecast.recommend import Recommendation, recommend
 from decodebench.forecast.simulate import Simulation, compare_simulations, simulate
@@ -96,7 +96,7 @@ def over_time(found: Simulation, title: str, subtitle: str = "") -> Chart:
 
 
 def served(
-    model: str, machine: str, trace: str, memory: str, groupings: Sequence[str], rate: float, **settings
+    model: str, machine: str, trace: str, memory: str, groupings: Sequence[str], rate: float, **settings: Any
 ) -> list[Simulation]:
     """The same traffic on several groupings of a model. ``settings``: requests, efficiency, max_model_len."""
     traffic = read_traffic(trace, rate=rate)
@@ -154,6 +154,7 @@ def fullest(found: Simulation) -> str:
 def traffic_verdict(found: Sequence[Simulation], ttft: float, tpot: float) -> Answer:
     """What the second grouping does to the same traffic that the first one saw, in one line."""
     first = found[0]
+    assert first.layout.model is not None, "planned from a config"
     facts = first.facts(ttft, tpot)
     text = (
         f"{first.traffic.name} on {short(first.layout.model.name)}: the grouping {first.layout.grouping} keeps "

@@ -70,6 +70,7 @@ def difference(before: Trial, after: Trial) -> str:
 
 def model(layout: Layout, context: int, with_fault: float, without: float) -> Answer:
     """A model's layout, and what a fill by group 0's table and one by each group's own table cover."""
+    assert layout.model is not None, "planned from a config"
     length = min(context, layout.max_model_len)
     fits = layout.capacity(length)
     groups = len(layout.groups)
