@@ -5,8 +5,10 @@ import json
 import pytest
 from cells_in_process import run
 
+from decodebench.errors import DecodebenchError
 from decodebench.models.load import DATA
 from decodebench.show import notebooks
+from decodebench.study import bench_fill
 
 KINDS = (
     "tiny-llama",
@@ -76,9 +78,14 @@ def test_notebooks_of_many_models_take_eight_at_once(configs, number):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cost_of_a_fill_is_told_of_every_kind(configs, kind):
-    cells, verdict = shown("06", model=configs[kind], context=70, num_blocks=16, faults=["A1"])
+    cells, verdict = shown("06", model=configs[kind], context=70, faults=["A1"])
     assert verdict.startswith("Filling ")
     assert any(cell.role == "table" and "fault" in cell.value.frame for cell in cells)
+
+
+def test_too_few_blocks_for_the_cases_of_a_fill_are_refused_in_a_sentence():
+    with pytest.raises(DecodebenchError, match="num_blocks = 16: the cases need at least 64"):
+        bench_fill.attention_cases(16, seed=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
