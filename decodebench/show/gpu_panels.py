@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from decodebench.show.cells import Table
+from decodebench.show.cells import Table, note
 from decodebench.show.charts import bar_panels
 from decodebench.words import seconds_text
 
@@ -73,9 +73,9 @@ def _steps(frame: pd.DataFrame, folder: Stored) -> pd.DataFrame:
 
 def show(what: str, folders: Sequence[Stored]) -> None:
     """``panels`` in a notebook; without any folder a line that says how to make one."""
-    from IPython.display import Markdown, display
+    from IPython.display import display
 
     for output in panels(what, folders):
         display(output)
     if not folders:
-        display(Markdown("No card's figures are stored yet: `decodebench gpu` makes them on a GPU machine."))
+        display(note("No card's figures are stored yet: decodebench gpu makes them on a GPU machine."))

@@ -132,7 +132,11 @@ def _write_page(page: Page, out: Path, previous: str | None, following: str | No
         stem = out / "figures" / f"{page.stem}--{fact['name']}"
         _anonymous_write(stem.with_suffix(".svg"), fact["data"]["image/svg+xml"])
         stem.with_suffix(".png").write_bytes(base64.b64decode(fact["data"]["image/png"]))
-        page.picture = page.picture or _thumbnail(fact["data"]["image/png"])
+        if page.picture is None:
+            small = _thumbnail(fact["data"]["image/png"])
+            (out / "figures" / f"{page.stem}.png").write_bytes(small)
+            encoded = base64.b64encode(small).decode()
+            page.picture = f'<img class="thumbnail" alt="" src="data:image/png;base64,{encoded}">'
     for fact in _facts(page.notebook, "table"):
         _anonymous_write(out / "tables" / f"{page.stem}--{fact['name']}.csv", fact["data"]["text/csv"])
     loader = jinja2.FileSystemLoader(TEMPLATES)
@@ -244,16 +248,15 @@ def _picture(svg: str, alt: str) -> str:
     )
 
 
-def _thumbnail(png: str) -> str:
-    """A small picture for the index, where every drawing a second time would make the page too large."""
+def _thumbnail(png: str) -> bytes:
+    """A small PNG for the index and README, where every drawing a second time would make the page too large."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     image = image.resize((560, round(image.height * 560 / image.width)), Image.Resampling.LANCZOS)
     small = io.BytesIO()
-    image.quantize(48).save(small, "png", optimize=True)
-    encoded = base64.b64encode(small.getvalue()).decode()
-    return f'<img class="thumbnail" alt="" src="data:image/png;base64,{encoded}">'
+    image.quantize(160).save(small, "png", optimize=True)
+    return small.getvalue()
 
 
 def _label(cell: NotebookNode) -> str:
