@@ -7,6 +7,7 @@ Names are imported on first use, so that planning a layout loads neither torch n
 """
 
 from importlib import import_module
+from types import ModuleType
 
 from decodebench._version import __version__ as __version__
 from decodebench.errors import MissingExtra
@@ -52,13 +53,26 @@ _HOME = {
 __all__ = sorted([*_HOME, "__version__"])
 
 
+#: module that can be called → its function that is then called
+_CALLED = {"sweep": "run", "report": "build"}
+
+
+class _CallableModule(ModuleType):
+    """``db.sweep(grid)`` is ``db.sweep.run(grid)``, ``db.report()`` is ``db.report.build()``."""
+
+    def __call__(self, *args, **kwargs):
+        return getattr(self, _CALLED[self.__name__.rpartition(".")[2]])(*args, **kwargs)
+
+
 def __getattr__(name: str):
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'decodebench' has no attribute {name!r}")
     try:
-        if home in ("study", "show"):
-            return import_module(f"decodebench.{home}.{name}")
+        if name in _CALLED:
+            module = import_module(f"decodebench.{home}.{name}")
+            module.__class__ = _CallableModule
+            return module
         return getattr(import_module(f"decodebench.{home}"), name)
     except ModuleNotFoundError as error:
         raise MissingExtra.of(error, f"decodebench.{name}") or error from None

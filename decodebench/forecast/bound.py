@@ -19,8 +19,8 @@ from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
-from decodebench.forecast.quantization import Format, formats, resident_bytes
-from decodebench.forecast.weights import fields_of, not_exact, tensors, tied_head, width_of
+from decodebench.forecast.quantization import Format, formats
+from decodebench.forecast.weights import fields_of, not_exact, resident, tensors, tied_head, width_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
 from decodebench.models.load import load_model
@@ -465,7 +465,10 @@ class Prepared:
             loads.append(self._prompt(prompt_tokens / share, prompt_context))
         loads += self._messages(tokens)
         experts = next((part for part in self.parts if part.role == "experts"), None)
-        held = sum(self._resident(part) for part in self.parts) / self.pipeline_parallel_size
+        held = sum(
+            resident(part, self.formats, self.tensor_parallel_size, self.data_parallel_size)
+            for part in self.parts
+        )
         cached = self._held(local)
         text = context if isinstance(context, str) else "+".join(f"{n:g}x{l}" for l, n in lengths.items())
         return Bound(
@@ -479,7 +482,7 @@ class Prepared:
             pipeline_parallel_size=self.pipeline_parallel_size,
             data_parallel_size=self.data_parallel_size,
             expert_parallel_size=self.expert_parallel_size,
-            weight_bytes=held,
+            weight_bytes=held / self.pipeline_parallel_size,
             cache_bytes=cached,
             parameters=sum(part.params for part in self.parts),
             experts_touched=self._touched(experts, tokens) if experts else 0.0,
@@ -490,11 +493,6 @@ class Prepared:
         )
 
     # -- weights
-
-    def _resident(self, part: Part) -> float:
-        """Bytes of a part's weights on one rank, all stages together."""
-        number = self.formats[part.role]
-        return resident_bytes(part, number, self.tensor_parallel_size, self.data_parallel_size)
 
     def _touched(self, part: Part, tokens: float) -> float:
         """Routed experts of a layer that the tokens of all replicas use."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.architectures import ARCHITECTURES
-from decodebench.forecast.quantization import formats, resident_bytes
-from decodebench.forecast.weights import fields_of, tensors, tied_head
+from decodebench.forecast.quantization import formats
+from decodebench.forecast.weights import fields_of, resident, tensors, tied_head
 from decodebench.layout.card_memory import UTILIZATION, CardMemory, checked
 from decodebench.layout.plan import parse_memories, parse_memory
 from decodebench.layout.stages import partition
@@ -40,7 +40,7 @@ def stage_weights(
     ends = {"embedding": 0.0, "head": 0.0}
     between = 0.0
     for part in tensors(model, f, has):
-        held = resident_bytes(part, numbers[part.role], tp)
+        held = resident(part, numbers, tp)
         if part.role in ends:
             ends[part.role] += held
         else:

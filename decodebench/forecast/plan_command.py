@@ -1,10 +1,11 @@
-"""``decodebench plan`` with the cards' memory: ``layout``'s command, and the weights that it cannot count itself."""
+"""The command ``plan``: a layout from a given memory or from the cards', and beside its cache the model's weights."""
 
 from __future__ import annotations
 
 import argparse
 
 from decodebench.forecast.card_memory import card_memory
+from decodebench.forecast.weights import weights_text
 from decodebench.layout import command
 from decodebench.layout.card_memory import UTILIZATION
 from decodebench.layout.placement import LayoutRefused
@@ -37,7 +38,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
-    """``layout``'s command on the memory asked for, or on what the cards leave."""
+    """``layout``'s command on the memory asked for, and the weights beside it; or on what the cards leave."""
     named = [
         "--" + name.replace("_", "-")
         for name in ("gpu_memory_utilization", "weights", "other_memory")
@@ -46,13 +47,19 @@ def plan_command(arguments: argparse.Namespace) -> int:
     if arguments.gpu_memory is None:
         if named:
             raise LayoutRefused(f"{named[0]}: it is a part of --gpu-memory, which is missing")
-        return command.plan_command(arguments)
+        arguments.model = load_model(arguments.model)  # read once: it may come from standard input
+        code = command.plan_command(arguments)
+        if not arguments.json:
+            ranks = arguments.tensor_parallel_size
+            where = "beside the cache" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+            print(f"weights {where}: {weights_text(arguments.model, ranks)}")
+        return code
     if arguments.memory:
         raise LayoutRefused(
             "--memory and --gpu-memory: the first is the cache's, the second the card's; give one"
         )
     options = command.options_of(arguments) | {"block_size": arguments.block_size}
-    arguments.model = load_model(arguments.model)  # read once: it may come from standard input
+    arguments.model = load_model(arguments.model)
     share = arguments.gpu_memory_utilization
     cards = card_memory(
         arguments.model,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from decodebench.errors import DecodebenchError
-from decodebench.forecast.parts import ROLES, Part
+from decodebench.forecast.parts import ROLES
 from decodebench.models.specs import DTYPE_BYTES
 
 
@@ -300,10 +300,3 @@ def matches(pattern: str, module: str) -> bool:
         or f".{pattern}." in module
         or module.startswith(pattern + ".")
     )
-
-
-def resident_bytes(part: Part, number: Format, tp: int, replicas: int = 1) -> float:
-    """Bytes of a part's weights on one tensor parallel rank; replicas share the routed experts."""
-    if part.role == "experts":
-        return part.params * number.bits / 8 / (tp * replicas)
-    return part.per_rank(tp) * number.bits / 8

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from decodebench.errors import DecodebenchError
 from decodebench.forecast import parts as blocks
 from decodebench.forecast.architectures import (
     ARCHITECTURES,
@@ -21,12 +22,15 @@ from decodebench.forecast.architectures import (
     Flag,
 )
 from decodebench.forecast.parts import ROLES, Attending, Part, mlp
+from decodebench.forecast.quantization import Format, formats
 from decodebench.forecast.unusual import OWN_ATTENTION, OWN_FEED_FORWARD, UNUSUAL
 from decodebench.models.families import FAMILIES
 from decodebench.models.fields import Fields
 from decodebench.models.layers import STATE_SHAPES, StateLayer
 from decodebench.models.load import TEXT_TYPES, load_model, text_config
 from decodebench.models.model import Model
+from decodebench.models.options import CacheOptions
+from decodebench.words import bytes_text
 
 #: names of a model's width
 WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -55,6 +59,37 @@ def parameters(model: Model | str | Path | Mapping) -> dict[str, int]:
     for part in weights(model):
         counts[part.role] = counts.get(part.role, 0) + part.params
     return {role: counts[role] for role in ROLES if role in counts}
+
+
+def weight_bytes(model, tensor_parallel_size: int = 1) -> float:
+    """Bytes of weights that one rank holds, in the checkpoint's own formats; draft layers are left out.
+
+    ``model`` is what ``load_model`` takes. Raises ``ConfigError`` where config.json leaves out a size that
+    tensors need, ``QuantizationError`` where it names a quantization that is not known.
+    """
+    model = load_model(model)
+    sizes = formats(model.config, model.resolve(CacheOptions()).dtype)
+    return sum(resident(part, sizes, tensor_parallel_size) for part in weights(model))
+
+
+def weights_text(model, tensor_parallel_size: int = 1) -> str:
+    """``weight_bytes`` in words: what lies beside a cache, an estimate where it is one, or why it is not known."""
+    try:
+        size = bytes_text(weight_bytes(model, tensor_parallel_size))
+        return f"about {size}, an estimate" if not_exact(load_model(model)) else size
+    except DecodebenchError as error:
+        return f"not known ({error})"
+
+
+def resident(part: Part, sizes: Mapping[str, Format], ranks: int, replicas: int = 1) -> float:
+    """Bytes of a part's weights on one of ``ranks`` tensor parallel ranks, all pipeline stages together.
+
+    Data parallel ``replicas`` share their experts: each holds a part of them.
+    """
+    size = sizes[part.role].bits / 8
+    if part.role == "experts":
+        return part.params * size / (ranks * replicas)
+    return part.per_rank(ranks) * size
 
 
 def add_up(found: list[Part]) -> tuple[Part, ...]:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.measure.provenance import provenance as measured_on
 from decodebench.models.load import KnownModels, list_models
-from decodebench.show.look import BLUE, GREEN, VERMILLION
+from decodebench.show.look import EDGES
 from decodebench.words import plain_number, runs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: data by MIME type, and what an export needs besides
+Bundle = tuple[dict[str, Any], dict[str, Any]]
 
 
 class Table:
     """A DataFrame as people read it; the export keeps the raw numbers as CSV."""
 
-    def __init__(self, frame, name: str, caption: str = "", formats: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, frame: pd.DataFrame, name: str, caption: str = "", formats: Mapping[str, str] | None = None
+    ) -> None:
         self.frame, self.name, self.caption, self.formats = frame, name, caption, dict(formats or {})
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
         data = {
             "text/html": self.html(),
             "text/plain": self.frame.to_string(),
@@ -33,6 +44,8 @@ class Table:
         numeric = [
             pd.api.types.is_numeric_dtype(d) and not pd.api.types.is_bool_dtype(d) for d in self.frame.dtypes
         ]
+        cells = [[self._cell(str(c), v) for c, v in zip(self.frame.columns, row)] for row in self._rows()]
+        prose = [any(len(row[i]) > PROSE for row in cells) for i in range(len(numeric))]
         head = "".join(
             f'<th scope="col"{_align(n)}{self._tooltip(str(c))}>{html.escape(_heading(str(c)))}</th>'
             for c, n in zip(self.frame.columns, numeric)
@@ -40,20 +53,22 @@ class Table:
         body = "".join(
             "<tr>"
             + "".join(
-                f"<td{_align(n, cell)}>{html.escape(cell)}</td>"
-                for cell, n in zip(map(self._cell, map(str, self.frame.columns), row), numeric)
+                f"<td{_align(n, cell, p)}>{html.escape(cell)}</td>" for cell, n, p in zip(row, numeric, prose)
             )
             + "</tr>"
-            for row in self.frame.itertuples(index=False)
+            for row in cells
         )
         caption = f"<caption>{html.escape(self.caption)}</caption>" if self.caption else ""
         return f'<table class="db-table">{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        return self.frame.itertuples(index=False, name=None)
 
     def _tooltip(self, column: str) -> str:
         meaning = MEANINGS.get(column) or self.frame.attrs.get("meanings", {}).get(column)
         return f' title="{html.escape(meaning, quote=True)}"' if meaning else ""
 
-    def _cell(self, column: str, value) -> str:
+    def _cell(self, column: str, value: Any) -> str:
         import pandas as pd
 
         if value is None or (not isinstance(value, str | list | tuple) and pd.isna(value)):
@@ -65,7 +80,9 @@ class Table:
         return plain_number(value, column)
 
 
-def table(frame, name: str, caption: str = "", formats: Mapping[str, str] | None = None) -> Table:
+def table(
+    frame: pd.DataFrame, name: str, caption: str = "", formats: Mapping[str, str] | None = None
+) -> Table:
     """Show a DataFrame. ``name`` names its CSV; ``formats``: column → format string such as ``"{:.1%}"``."""
     return Table(frame, name, caption, formats)
 
@@ -84,6 +101,7 @@ HEADINGS = {
     "start_bytes": "one token reserves",
     "request_bytes": "a request reserves",
     "slope_bytes": "a further token",
+    "weight_bytes": "weights beside it",
     "required": "pages read",
     "filled": "of them filled",
     "zeroed": "zeroed on purpose",
@@ -120,10 +138,16 @@ def _heading(column: str) -> str:
     return name.replace("gb_per_s", "GB/s").replace("_", " ")
 
 
-def _align(numeric: bool, text: str = "") -> str:
-    """Numbers right; short words in one piece wherever the table stands, on paper too."""
+#: characters from which a cell's text is a sentence: its column gets room for lines of some words
+PROSE = 60
+
+
+def _align(numeric: bool, text: str = "", prose: bool = False) -> str:
+    """Numbers right; short words in one piece wherever the table stands, on paper too; sentences in wide cells."""
     if numeric:
         return ' class="number" style="text-align:right"'
+    if prose:
+        return ' class="prose" style="text-align:left;min-width:12em"'
     return ' class="word" style="text-align:left"' if 0 < len(text) <= 12 else ' style="text-align:left"'
 
 
@@ -133,9 +157,10 @@ class Verdict:
     def __init__(self, text: str, ok: bool | None) -> None:
         self.text, self.ok = text, ok
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        colour = {True: GREEN, False: VERMILLION, None: BLUE}[self.ok]
-        box = f"border-left:5px solid {colour};padding:.6em 1em;font-size:1.05em;margin:.4em 0"
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
+        box = f"border-left:5px solid {EDGES[self.ok]};padding:.6em 1em;font-size:1.05em;margin:.4em 0"
         data = {
             "text/html": f'<div class="db-verdict" style="{box}"><b>{html.escape(self.text)}</b></div>',
             "text/plain": self.text,
@@ -154,7 +179,9 @@ class Note:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
         data = {"text/html": f'<p class="db-note">{html.escape(self.text)}</p>', "text/plain": self.text}
         return data, {"decodebench": {"role": "note", "text": self.text}}
 
@@ -164,7 +191,7 @@ def note(text: str) -> Note:
     return Note(" ".join(str(text).split()))
 
 
-def attempt(what: str, function: Callable, *args, **kwargs):
+def attempt(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What the function returns; where this library refuses it, a sentence that says so: the page goes on."""
     try:
         return function(*args, **kwargs)
@@ -178,7 +205,9 @@ class Provenance:
     def __init__(self, facts: Mapping[str, object]) -> None:
         self.facts = dict(facts)
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> Bundle:
         flat = {k: v for k, v in self.facts.items() if v not in (None, {}, [])}
         rows = "".join(
             f'<tr><th scope="row" style="text-align:left">{html.escape(key.replace("_", " "))}</th>'
@@ -192,7 +221,7 @@ class Provenance:
         return data, {"decodebench": {"role": "provenance", "facts": {k: _flat(v) for k, v in flat.items()}}}
 
 
-def provenance(stored=None, **settings) -> Provenance:
+def provenance(stored: Any = None, **settings: Any) -> Provenance:
     """Show what made the figures: this machine and ``settings``, or what a ``stored`` sweep was made with."""
     if stored is None:
         facts = measured_on(settings, device=str(settings.get("device") or "cpu"))
@@ -204,14 +233,23 @@ def provenance(stored=None, **settings) -> Provenance:
 
 def config_sources(settings: Mapping[str, object]) -> dict[str, str]:
     """Where the values of every known model among a notebook's settings come from."""
-    named: list[str] = []
-    for value in settings.values():
-        named += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)]
+    named = set(_texts(settings.values()))
     known = KnownModels(name for name in list_models() if name in named)
     return {name: source for name, _, source in known.facts()}
 
 
-def _flat(value) -> str:
+def _texts(values: Iterable[object]) -> Iterator[str]:
+    """Every text among the values, however deep in lists and tables."""
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _texts(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _texts(value)
+
+
+def _flat(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k} = {_flat(v)}" for k, v in value.items())
     if isinstance(value, list | tuple):

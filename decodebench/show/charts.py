@@ -4,9 +4,11 @@ from data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import floor, log2
+from typing import TYPE_CHECKING, Any
 
+from matplotlib.axes import Axes
 from matplotlib.ticker import (
     FixedLocator,
     FuncFormatter,
@@ -32,10 +34,13 @@ from decodebench.show.look import (
 )
 from decodebench.words import bytes_text, plain_number, seconds_text, share_text, short
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 @styled
 def lines(
-    frame,
+    frame: pd.DataFrame,
     x: str,
     y: str,
     series: str,
@@ -48,9 +53,9 @@ def lines(
     log_x: bool = True,
     log_y: bool = False,
     percent: bool = False,
-    spread: tuple[str, str] = (),
+    spread: tuple[str, str] | None = None,
     limit: tuple[float, str] | None = None,
-    size=(8.2, 4.0),
+    size: tuple[float, float] = (8.2, 4.0),
 ) -> Chart:
     """One line a value of ``series``, labelled at its end; ``spread`` names columns of a band, ``limit``
     draws a level.
@@ -98,7 +103,7 @@ def lines(
 
 @styled
 def bars(
-    frame,
+    frame: pd.DataFrame,
     category: str,
     values: Mapping[str, str],
     *,
@@ -110,7 +115,7 @@ def bars(
     percent: bool = False,
     log: bool = False,
     colours: Sequence[str] = PALETTE,
-    as_text=None,
+    as_text: Callable[[float], str] | None = None,
     size: tuple[float, float] | None = None,
 ) -> Chart:
     """Horizontal bars, a row a ``category``; ``values``: column → label. Numbers stand at the bars' ends."""
@@ -124,7 +129,7 @@ def bars(
     for i, (column, label) in enumerate(values.items()):
         numbers = frame[column].astype("Float64").fillna(0).astype(float).tolist()
         if stacked:
-            places = list(range(len(names)))
+            places: list[float] = list(range(len(names)))
             axes.barh(places, numbers, thickness, left=left, label=label, **bar_style(i, colours))
             left = [a + b for a, b in zip(left, numbers)]
         else:
@@ -169,7 +174,7 @@ def bars(
 
 @styled
 def bar_panels(
-    table,
+    table: pd.DataFrame,
     category: str,
     column: str,
     panel: str,
@@ -179,7 +184,7 @@ def bar_panels(
     subtitle: str = "",
     x_label: str = "",
     percent: bool = False,
-    as_text=None,
+    as_text: Callable[[float], str] | None = None,
     highlight: Sequence[str] = (),
     size: tuple[float, float] | None = None,
 ) -> Chart:
@@ -263,7 +268,7 @@ def shared_limit(largest: Sequence[float], percent: bool) -> float | None:
     return max(there)
 
 
-def unit_of(seconds) -> tuple[float, str]:
+def unit_of(seconds: pd.Series) -> tuple[float, str]:
     """The unit that suits durations, as a factor and its name."""
     largest = max((float(v) for v in seconds.dropna()), default=1.0)
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
@@ -272,7 +277,7 @@ def unit_of(seconds) -> tuple[float, str]:
     return 1e-9, "ns"
 
 
-def refuse_mixed(frame, x: str, series: str, y: str) -> None:
+def refuse_mixed(frame: pd.DataFrame, x: str, series: str, y: str) -> None:
     """Raises ``PlotRefused`` where a line would have several points at one place: names what to filter by."""
     there = frame[frame[y].notna()]
     twice = there[there.duplicated([series, x], keep=False)]
@@ -301,12 +306,12 @@ class PlotRefused(DecodebenchError):
 CHANCE = ("case_id", "run", "seconds", "verdict", "status", "reason")
 
 
-def value_of(row: Mapping | None, column: str) -> float | None:
+def value_of(row: Mapping[str, Any] | None, column: str) -> float | None:
     value = None if row is None else row[column]
     return None if value is None or value != value or not hasattr(value, "__float__") else float(value)
 
 
-def _scales(axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) -> None:
+def _scales(axes: Axes, xs: Sequence[float], log_x: bool, log_y: bool, percent: bool) -> None:
     if log_x:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(_apart(xs)))

@@ -9,13 +9,15 @@ In JupyterLab it is a panel of ipywidgets; an export shows the same picture as a
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from decodebench.cache.faults import FAULTS
 from decodebench.cache.values import Tags
 from decodebench.coverage.trial import Trial, trial
 from decodebench.errors import DecodebenchError
+from decodebench.forecast.weights import weights_text
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import plan
 from decodebench.layout.pool import Batch, PoolExhausted, admit
@@ -23,6 +25,7 @@ from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.models.load import list_models
 from decodebench.show import figures
 from decodebench.show import look as look_
+from decodebench.show.look import FAINT, GROUND, INK
 from decodebench.words import bytes_text, counted, plain_number, short
 
 GROUPINGS = ("auto", "hybrid", "packed", "promoted", "separate", "fixed(2)", "per_layer")
@@ -110,13 +113,13 @@ CELL, LINE, MARGIN = 9, 7, 190
 
 
 def picture(view: View) -> str:
-    """Layers by blocks as SVG, in colours that read on JupyterLab's light and dark themes."""
+    """Layers by blocks as SVG: shapes beside colours, on a ground of its own that any theme leaves alone."""
     pages = view.trial.pages
     row_of = {layer: row for row, layer in enumerate(dict.fromkeys(pages["layer"]))}
     paths: dict[str, list[str]] = {}
     for layer, block, state in zip(pages["layer"], pages["block"], pages["state"]):
         x, y = MARGIN + block * CELL, 4 + row_of[layer] * LINE
-        paths.setdefault(state, []).append(f"M{x} {y}h{CELL - 1}v{LINE - 1}h{1 - CELL}z")
+        paths.setdefault(state, []).append(_cell(state, x, y))
     shapes = [
         f'<path d="{"".join(outline)}" fill="{_fill(state)}"><title>{figures.PAGE_STATES[state][1]}</title></path>'
         for state, outline in paths.items()
@@ -131,27 +134,41 @@ def picture(view: View) -> str:
             )
         start += len(group.layer_names)
         labels.append(
-            f'<path d="M8 {4 + start * LINE - 0.5}h{MARGIN + view.choice.blocks * CELL}" stroke="#8884"/>'
+            f'<path d="M8 {4 + start * LINE - 0.5}h{MARGIN + view.choice.blocks * CELL}" stroke="{FAINT}"/>'
         )
     width, height = MARGIN + view.choice.blocks * CELL + 8, start * LINE + 10
     return (
         f'<svg viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px" font-size="10" '
-        f'fill="currentColor" role="img" aria-label="{html.escape(view.trial.audit.verdict)}">'
-        f"{''.join(shapes)}{''.join(labels)}</svg>"
+        f'fill="{INK}" role="img" aria-label="{html.escape(view.trial.audit.verdict)}">'
+        f'<rect width="{width}" height="{height}" fill="{GROUND}"/>{"".join(shapes)}{"".join(labels)}</svg>'
+    )
+
+
+def _cell(state: str, x: float, y: float) -> str:
+    """The outline of a page's cell whose corner is at x, y: the shape that its state has in every figure."""
+    return "".join(
+        "M" + "L".join(f"{x + CELL * (0.5 + a):g} {y + LINE * (0.5 + b):g}" for a, b in shape) + "z"
+        for shape in figures.SHAPES.get(state, figures.SQUARE)
     )
 
 
 def _fill(state: str) -> str:
-    return {"clobbered": "currentColor", "null": "#8884"}.get(state, figures.PAGE_STATES[state][0])
+    return figures.PAGE_STATES[state][0]
+
+
+def _key(state: str) -> str:
+    """A cell of the picture, for its legend."""
+    return (
+        f'<svg viewBox="-1 -1 {CELL + 2} {LINE + 2}" style="height:.9em;vertical-align:-.1em;background:{GROUND}">'
+        f'<path d="{_cell(state, 0, 0)}" fill="{_fill(state)}"/></svg>'
+    )
 
 
 def panel(view: View, asked: Choice | None = None) -> str:
     """The panel's HTML: verdict, picture, legend, and the layout's capacity beside them."""
     counts = view.trial.pages["state"].value_counts()
     legend = "".join(
-        f'<span style="white-space:nowrap;margin-right:1.2em">'
-        f'<span style="display:inline-block;width:.8em;height:.8em;background:{_fill(state)}"></span> '
-        f"{counts[state]:,} {text}</span>"
+        f'<span style="white-space:nowrap;margin-right:1.2em">{_key(state)} {counts[state]:,} {text}</span>'
         for state, (_, text) in figures.PAGE_STATES.items()
         if state in counts
     )
@@ -164,6 +181,7 @@ def panel(view: View, asked: Choice | None = None) -> str:
         "one token reserves": bytes_text(capacity.start_bytes),
         f"{view.choice.context:,} tokens reserve": bytes_text(capacity.request_bytes),
         "a further token": bytes_text(capacity.slope_bytes),
+        "weights beside it": weights_text(view.choice.model),
     }
     rows = "".join(
         f'<tr><td style="text-align:left">{k}</td><td><b>{v}</b></td></tr>' for k, v in facts.items()
@@ -198,7 +216,8 @@ class Explorer:
     def __init__(self, choice: Choice) -> None:
         import ipywidgets
 
-        self.choice, self.view = choice, None
+        self.choice = choice
+        self.view: View | None = None
         names = list_models()
         models = names if choice.model in names else (choice.model, *names)
         wide = {"layout": ipywidgets.Layout(width="19em"), "style": {"description_width": "5.5em"}}
@@ -223,11 +242,12 @@ class Explorer:
         self._changed()
 
     def _changed(self, change: Mapping | None = None) -> None:
-        chosen = {name: control.value for name, control in self.controls.items()}
-        asked = replace(self.choice, **{k: None if v == NONE else v for k, v in chosen.items()})
+        chosen: dict[str, Any] = {name: control.value for name, control in self.controls.items()}
+        changes: Any = {k: None if v == NONE else v for k, v in chosen.items()}
+        asked = replace(self.choice, **changes)
         try:
-            self.view = look(asked)
-            self.output.value = panel(self.view, asked)
+            self.view = view = look(asked)
+            self.output.value = panel(view, asked)
         except DecodebenchError as error:
             self.view = None
             text = f"<b>Refused.</b> {html.escape(str(error))}"
@@ -245,7 +265,9 @@ class Explorer:
         chart.caption = _short(self.view.trial.audit.verdict)
         return chart
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         shown = self.widget._repr_mimebundle_()
         data, metadata = shown if isinstance(shown, tuple) else (shown, {})
         if self.view is None:
@@ -254,6 +276,6 @@ class Explorer:
         return still | data, metadata | facts
 
 
-def explore(model: str = "jamba-v0.1", **choice) -> Explorer:
+def explore(model: str = "jamba-v0.1", **choice: Any) -> Explorer:
     """The explorer with these choices to start from: see ``Choice``."""
     return Explorer(Choice(model=model, **choice))

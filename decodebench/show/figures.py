@@ -4,15 +4,20 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerBase
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
+from matplotlib.transforms import Transform
 
 from decodebench.cache.faults import FAULTS
-from decodebench.show.cells import note
+from decodebench.show.cells import Note, note
 from decodebench.show.charts import bar_panels, bars, lines, value_of
 from decodebench.show.look import (
     BLUE,
@@ -24,18 +29,21 @@ from decodebench.show.look import (
     INK,
     MUTED,
     ORANGE,
-    PALETTE,
     SKY,
     VERMILLION,
     VIOLET,
     Chart,
     chart,
+    dot_style,
     legend,
     line_style,
     panels,
     styled,
 )
 from decodebench.words import bytes_text, counted, share_text, short, some
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["bar_panels", "bars", "lines"]
 
@@ -67,7 +75,7 @@ SHAPES = {
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def draw_pages(axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[str]:
+def draw_pages(axes: Axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[str]:
     """Cells of a grid by state: state → (row, column) pairs. One shape a state keeps the drawing light.
 
     Returns the states drawn, for a legend.
@@ -87,10 +95,10 @@ def draw_pages(axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[st
     return drawn
 
 
-def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
+def page_legend(figure: Figure, states: Sequence[str], columns: int = 4) -> None:
     """The legend of a page map, with each state in words."""
     named = [s for s in PAGE_STATES if s in states]
-    handles = [PageKey(s) for s in named]
+    handles: list[Any] = [PageKey(s) for s in named]
     figure.legend(
         handles,
         [PAGE_STATES[s][1] for s in named],
@@ -112,7 +120,17 @@ class PageKey:
 class PageKeyHandler(HandlerBase):
     """Draws a ``PageKey`` as ``draw_pages`` draws its cells."""
 
-    def create_artists(self, legend, key, x, y, width, height, fontsize, transform):
+    def create_artists(
+        self,
+        legend: Legend,
+        key: Any,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fontsize: float,
+        transform: Transform,
+    ) -> list[PathPatch]:
         corners, codes = [], []
         for shape in SHAPES.get(key.state, SQUARE):
             # a cell's rows run downwards, a legend's upwards
@@ -125,7 +143,7 @@ class PageKeyHandler(HandlerBase):
 
 @styled
 def page_maps(
-    frames: Mapping[str, object],
+    frames: Mapping[str, pd.DataFrame],
     *,
     name: str,
     title: str,
@@ -191,7 +209,7 @@ def page_maps(
     return figure
 
 
-def _group_label(frame, group: int) -> str:
+def _group_label(frame: pd.DataFrame, group: int) -> str:
     if "kind" not in frame:
         return f"group {group}"
     row = frame[frame["group"] == group].iloc[0]
@@ -222,23 +240,27 @@ WASTE_STYLE = {
 }
 
 
-def measured(table):
+def measured(table: pd.DataFrame) -> pd.DataFrame:
     """The rows that were measured."""
     return table[table["status"] == "ok"].copy()
 
 
-def each_layout_once(table):
+def each_layout_once(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of one layout asked for in several ways (blocks of 8 and of 16 that both become 16) kept once."""
     settings = list(table.columns[: table.columns.get_loc("status")])
     same = [c for c in settings if c not in ("case_id", "block_size")] + ["group_block_sizes"]
     return table.drop_duplicates(same) if set(same) <= set(table.columns) else table
 
 
-def or_a_sentence(function):
+P = ParamSpec("P")
+Drawing = Callable[Concatenate["pd.DataFrame", P], Chart | Note]
+
+
+def or_a_sentence(function: Drawing[P]) -> Drawing[P]:
     """A figure of measured rows; where there are none, a sentence that says so and why."""
 
     @wraps(function)
-    def wrapper(table, *args, **kwargs):
+    def wrapper(table: pd.DataFrame, *args: P.args, **kwargs: P.kwargs) -> Chart | Note:
         if "status" in table and not (table["status"] == "ok").any():
             reasons = some(dict.fromkeys(table["reason"].dropna()), none="no reason given")
             return note(
@@ -252,7 +274,7 @@ def or_a_sentence(function):
 
 
 @or_a_sentence
-def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
+def coverage_by_block_ratio(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """Coverage against the ratio of the groups' block sizes: with the fault, without it, and its worst
     group; of several cases with one ratio the worst.
     """
@@ -287,7 +309,7 @@ def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
 @or_a_sentence
 @styled
 def waste_panels(
-    table, by: str, title: str, subtitle: str = "", panel: str = "model", name: str = "waste"
+    table: pd.DataFrame, by: str, title: str, subtitle: str = "", panel: str = "model", name: str = "waste"
 ) -> Chart:
     """What no step reads by cause, a panel a model, a bar a value of ``by``; each cause in its own look."""
     categories = list(dict.fromkeys(table[by].astype(str)))
@@ -304,7 +326,7 @@ def waste_panels(
             left = 0.0
             for column in used:
                 share = value_of(rows.get(category), column) or 0.0
-                style = {"edgecolor": GROUND, "linewidth": 0, **WASTE_STYLE[column]}
+                style: dict[str, Any] = {"edgecolor": GROUND, "linewidth": 0, **WASTE_STYLE[column]}
                 axis.barh(place, share, 0.72, left=left, **style)
                 left += share
             ok = value_of(rows.get(category), "waste_tail") is not None
@@ -334,12 +356,12 @@ def waste_panels(
     return figure
 
 
-def _patch(style: Mapping[str, str]) -> dict:
+def _patch(style: Mapping[str, str]) -> dict[str, Any]:
     return {"facecolor": style["color"], "hatch": style["hatch"]}
 
 
 @or_a_sentence
-def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
+def waste_by_block_size(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """What no step reads, the reserve for tokens in flight left out, against the block size in use."""
     frame = measured(table)
     frame["waste"] = frame[[column for column in WASTE if column != "waste_reserve"]].sum(axis=1)
@@ -359,7 +381,7 @@ def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
 
 
 @or_a_sentence
-def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Chart:
+def capacity(table: pd.DataFrame, title: str, subtitle: str = "", series: str = "model") -> Chart:
     """Requests that fit against their length, a line a value of ``series``; both axes logarithmic."""
     return lines(
         measured(table),
@@ -376,7 +398,7 @@ def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Ch
 
 
 @or_a_sentence
-def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Chart:
+def dtype_gain(table: pd.DataFrame, title: str, subtitle: str = "", small: str = "fp8") -> Chart | Note:
     """Requests that fit with another KV cache type over those with the model's own, against their length."""
     frame = measured(table)
     wide = frame.pivot_table(
@@ -401,8 +423,8 @@ def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Cha
 
 @or_a_sentence
 def latency(
-    table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency"
-) -> Chart:
+    table: pd.DataFrame, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency"
+) -> Chart | Note:
     """Median decode step against ``x`` with its quartiles, and thin what the memory needs, a line a
     ``series``.
     """
@@ -437,8 +459,13 @@ def latency(
 
 @or_a_sentence
 def limit_share(
-    table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "limit-share"
-) -> Chart:
+    table: pd.DataFrame,
+    x: str,
+    title: str,
+    subtitle: str = "",
+    series: str = "model",
+    name: str = "limit-share",
+) -> Chart | Note:
     """Share of the memory's speed that a step reaches, against ``x``."""
     frame = each_layout_once(measured(table))
     return lines(
@@ -456,7 +483,7 @@ def limit_share(
 
 
 @or_a_sentence
-def block_growth(table, title: str, subtitle: str = "") -> Chart:
+def block_growth(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart | Note:
     """Block size in use by the types of cache and state, a bar a combination (a sweep's table)."""
     own = {"auto": "the model's own"}
     label = (
@@ -479,7 +506,7 @@ def block_growth(table, title: str, subtitle: str = "") -> Chart:
 # -- fill and decode -------------------------------------------------------------------------------
 
 
-def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
+def fill_costs(costs: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """Speed of our fill and of the naive loop next to memset, by case (rows of
     ``bench_fill.measure_case``).
     """
@@ -506,7 +533,14 @@ def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
 
 @or_a_sentence
 def by_fault(
-    table, column: str, *, name: str, title: str, subtitle: str = "", x_label: str = "", percent: bool = False
+    table: pd.DataFrame,
+    column: str,
+    *,
+    name: str,
+    title: str,
+    subtitle: str = "",
+    x_label: str = "",
+    percent: bool = False,
 ) -> Chart:
     """A bar a fault (a sweep's table), the connector as it should be first."""
 
@@ -525,7 +559,7 @@ def by_fault(
 
 
 @or_a_sentence
-def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
+def fill_and_step(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """One resident step, and beside it the sum of step and fill (rows of a sweep at decode level)."""
     import pandas as pd
 
@@ -550,7 +584,7 @@ def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
     )
 
 
-def by_kind(table, title: str, subtitle: str = "") -> Chart:
+def by_kind(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart | Note:
     """Cost of one layer of each kind (rows of ``latency_table``), next to its limit and what makes that."""
     failed = table["failed"].dropna() if "failed" in table else ()
     if "median_s" not in table or table["median_s"].isna().all():
@@ -578,7 +612,7 @@ def by_kind(table, title: str, subtitle: str = "") -> Chart:
 # -- the real engine -------------------------------------------------------------------------------
 
 
-def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
+def engine_coverage(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """Coverage by setting and model for each connector (a stored study), every setting that was run."""
     frame = table.groupby(["setting", "model", "connector"], sort=False)[["required", "filled", "zeroed"]]
     frame = frame.sum().reset_index()
@@ -600,7 +634,7 @@ def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
     )
 
 
-def engine_steps(latency):
+def engine_steps(latency: pd.DataFrame) -> pd.DataFrame:
     """One row a model, context and way of admission: seconds of admitting, median of the resident steps."""
     import pandas as pd
 
@@ -619,7 +653,7 @@ def engine_steps(latency):
 # -- floors and published figures --------------------------------------------------------------------
 
 
-def floor_by_context(table, title: str, subtitle: str = "") -> Chart:
+def floor_by_context(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """The floor of a step against the length of its requests, a line a model; both axes logarithmic."""
     return lines(
         table.assign(floor_ms=1e3 * table["floor_s"]),
@@ -635,7 +669,7 @@ def floor_by_context(table, title: str, subtitle: str = "") -> Chart:
     )
 
 
-def floor_parts(table, title: str, subtitle: str = "") -> Chart:
+def floor_parts(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """What a step's floor is made of, a stacked bar a case."""
     kinds = {
         "weights_ms": "weights",
@@ -656,7 +690,7 @@ def floor_parts(table, title: str, subtitle: str = "") -> Chart:
 
 
 @styled
-def times_floor(table, title: str, subtitle: str = "") -> Chart:
+def times_floor(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """Measured over floor of published figures: a row a model, a dot a figure, a stroke at the median."""
     order = table.groupby("model")["times"].median().sort_values().index.tolist()
     figure, axes = chart("times-floor", title, subtitle=subtitle, size=(8.2, 1.5 + 0.34 * len(order)))
@@ -667,9 +701,7 @@ def times_floor(table, title: str, subtitle: str = "") -> Chart:
         rows = [
             order.index(model) + 0.3 * (((7 * n) % 11) / 10 - 0.5) for n, model in enumerate(part["model"])
         ]
-        axes.scatter(
-            part["times"], rows, s=9, alpha=0.45, color=PALETTE[i], linewidths=0, label=label, zorder=2 + i
-        )
+        axes.scatter(part["times"], rows, label=label, zorder=2 + i, **dot_style(i))
     medians = [float(table[table["model"] == model]["times"].median()) for model in order]
     axes.scatter(
         medians, range(len(order)), marker="|", s=220, color=INK, linewidths=2, label="median", zorder=5
@@ -681,7 +713,7 @@ def times_floor(table, title: str, subtitle: str = "") -> Chart:
     axes.set_yticks(range(len(order)), order)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("measured time of an output token, times its floor")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, markerscale=1.6)
     said = "; ".join(f"{model} {median:.1f}" for model, median in zip(order, medians))
     below = int((table["times"] < 1).sum())
     figure.alt = (
@@ -691,7 +723,7 @@ def times_floor(table, title: str, subtitle: str = "") -> Chart:
 
 
 @styled
-def held_out(table, title: str, subtitle: str = "") -> Chart:
+def held_out(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """Estimates of figures that were held out against what was measured, a panel a way of holding out."""
     ways = list(dict.fromkeys(table["held_out"]))
     figure, panels = chart(
@@ -702,15 +734,7 @@ def held_out(table, title: str, subtitle: str = "") -> Chart:
     for axes, way in zip(panels[0], ways):
         part = table[table["held_out"] == way]
         for i, (engine, dots) in enumerate(part.groupby("engine")):
-            axes.scatter(
-                1e3 * dots["measured_s"],
-                1e3 * dots["predicted_s"],
-                s=8,
-                alpha=0.45,
-                linewidths=0,
-                color=PALETTE[i],
-                label=engine,
-            )
+            axes.scatter(1e3 * dots["measured_s"], 1e3 * dots["predicted_s"], label=engine, **dot_style(i))
         axes.plot([low, high], [low, high], color=INK, linewidth=1)
         axes.fill_between(
             [low, high], [low / 1.3, high / 1.3], [1.3 * low, 1.3 * high], color=MUTED, alpha=0.12, lw=0

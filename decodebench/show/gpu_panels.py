@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from decodebench.show.cells import Table
+from decodebench.show.cells import Table, note
 from decodebench.show.charts import bar_panels
 from decodebench.words import seconds_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: what is asked for → the columns that tell it
 COLUMNS = {
@@ -50,7 +53,7 @@ def panels(what: str, folders: Sequence[Stored]) -> Iterator[object]:
         yield Table(frame[columns], f"gpu-{what}-{folder.folder}", folder.title)
 
 
-def _steps(frame, folder: Stored):
+def _steps(frame: pd.DataFrame, folder: Stored) -> pd.DataFrame:
     """The first setting measured of each model and kind, cold."""
     first = frame[(frame["kind"] != "step") & frame["cold"].astype(bool)]
     first = first.drop_duplicates(["model", "kind"])
@@ -70,9 +73,9 @@ def _steps(frame, folder: Stored):
 
 def show(what: str, folders: Sequence[Stored]) -> None:
     """``panels`` in a notebook; without any folder a line that says how to make one."""
-    from IPython.display import Markdown, display
+    from IPython.display import display
 
     for output in panels(what, folders):
         display(output)
     if not folders:
-        display(Markdown("No card's figures are stored yet: `decodebench gpu` makes them on a GPU machine."))
+        display(note("No card's figures are stored yet: decodebench gpu makes them on a GPU machine."))

@@ -9,12 +9,16 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
 from decodebench.shipped import PACKAGE, shipped
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 NOTEBOOKS = shipped("notebooks")
 
@@ -38,7 +42,7 @@ class Page:
     stem: str
     title: str
     question: str
-    notebook: object
+    notebook: NotebookNode
     seconds: float = 0.0
     error: str | None = None
     verdicts: list[dict] = field(default_factory=list)
@@ -53,9 +57,9 @@ def execute(
     path: Path,
     parameters: Mapping[str, object] | None = None,
     *,
-    notebook=None,
+    notebook: NotebookNode | None = None,
     folder: Path | None = None,
-    on_cell=None,
+    on_cell: Callable[[], object] | None = None,
 ) -> Page:
     """Run one notebook in a kernel of this very Python, with ``parameters`` in place of its own.
 
@@ -120,27 +124,27 @@ def _profiles() -> dict[str, dict]:
     return tomllib.loads(PROFILES.read_text()) if PROFILES.exists() else {}
 
 
-def _read(path: Path):
+def _read(path: Path) -> NotebookNode:
     import nbformat
 
     return nbformat.read(path, as_version=4)
 
 
-def _code_cells(notebook) -> list:
+def _code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _tagged(cell, tag: str) -> bool:
+def _tagged(cell: NotebookNode, tag: str) -> bool:
     return tag in cell.metadata.get("tags", [])
 
 
-def parameter_names(notebook) -> list[str]:
+def parameter_names(notebook: NotebookNode) -> list[str]:
     """Names assigned in the notebook's ``parameters`` cell."""
     source = "\n".join(cell.source for cell in notebook.cells if _tagged(cell, "parameters"))
     return re.findall(r"^(\w+)\s*=", source, re.M)
 
 
-def _parameters(path: Path, notebook, profile: str, model) -> dict:
+def _parameters(path: Path, notebook: NotebookNode, profile: str, model: object) -> dict[str, object]:
     given = dict(_profiles().get(profile, {}).get(path.stem, {}))
     unknown = set(given) - set(parameter_names(notebook))
     if unknown:
@@ -150,7 +154,7 @@ def _parameters(path: Path, notebook, profile: str, model) -> dict:
     return given
 
 
-def _with_parameters(notebook, parameters: Mapping[str, object], path: Path):
+def _with_parameters(notebook: NotebookNode, parameters: Mapping[str, object], path: Path) -> NotebookNode:
     """A copy without old outputs; the given parameters in a cell after the notebook's own, as papermill
     does.
     """
@@ -170,7 +174,7 @@ def _with_parameters(notebook, parameters: Mapping[str, object], path: Path):
     return notebook
 
 
-def _heading(notebook) -> tuple[str, str]:
+def _heading(notebook: NotebookNode) -> tuple[str, str]:
     """Title and question: the first heading, and the paragraph after it."""
     paragraphs = re.split(r"\n\s*\n", notebook.cells[0].source.strip())
     title = paragraphs[0].lstrip("# ").strip()
@@ -178,7 +182,7 @@ def _heading(notebook) -> tuple[str, str]:
     return title, " ".join(question.split())
 
 
-def _facts(notebook, role: str) -> list[dict]:
+def _facts(notebook: NotebookNode, role: str) -> list[dict]:
     """What outputs of a role (chart, table, verdict, provenance) said about themselves."""
     found = []
     for cell in _code_cells(notebook):

@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from decodebench.show.charts import PlotRefused, bar_panels, lines, refuse_mixed
 from decodebench.show.figures import each_layout_once, measured
 from decodebench.show.look import Chart
 from decodebench.words import plain_number, seconds_text, short, some
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: what a figure shows where nothing else is asked for, the deepest measure first: column → words
 RESULTS = {
@@ -26,7 +30,7 @@ NUMBERS = {"context": "longest_context", "block_size": "block_in_use", "batch": 
 
 
 def plot(
-    table,
+    table: pd.DataFrame,
     y: str | None = None,
     x: str | None = None,
     series: str | None = None,
@@ -57,7 +61,7 @@ def plot(
         if axis not in (x, series) and rows[axis].nunique(dropna=False) == 1
     )
     words = RESULTS.get(y, y.replace("_", " "))
-    facts = {
+    facts: dict[str, Any] = {
         "name": "sweep",
         "title": f"{words[0].upper()}{words[1:]}, by {x.replace('_', ' ')}",
         "subtitle": subtitle,
@@ -75,7 +79,7 @@ def plot(
     return bar_panels(rows, x, y, series, x_label=words, as_text=seconds_text if seconds else None, **facts)
 
 
-def _kept(table, column: str, value: object):
+def _kept(table: pd.DataFrame, column: str, value: object) -> pd.DataFrame:
     """The rows whose column says ``value``."""
     _known(table, column)
     text = table[column].astype("string").fillna("")
@@ -85,7 +89,7 @@ def _kept(table, column: str, value: object):
     return table[text == str(value)]
 
 
-def _known(table, column: str) -> None:
+def _known(table: pd.DataFrame, column: str) -> None:
     if column not in table:
         raise PlotRefused(f"no column {column!r}: there are {', '.join(table.columns)}")
 

@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decodebench.layout.plan import parse_memory
 from decodebench.models.load import load_model
@@ -36,6 +37,9 @@ from decodebench.show.notebooks import (
     parameter_names,
 )
 from decodebench.words import short, some
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -95,8 +99,8 @@ def build(
             if on_page:
                 on_page(pages[-1])
     for i, page in enumerate(pages):
-        near = [pages[j].file if 0 <= j < len(pages) else None for j in (i - 1, i + 1)]
-        _write_page(page, out, *near, profile=profile)
+        before, after = (pages[j].file if 0 <= j < len(pages) else None for j in (i - 1, i + 1))
+        _write_page(page, out, before, after, profile)
     _write_index(pages, out, profile, model, single_file)
     return pages
 
@@ -110,7 +114,7 @@ def _refuse_other_report(out: Path, stems: Sequence[str]) -> None:
         )
 
 
-def _refuse_unknown(parameters: Mapping[str, object], notebooks: Mapping[Path, object]) -> None:
+def _refuse_unknown(parameters: Mapping[str, object], notebooks: Mapping[Path, NotebookNode]) -> None:
     known = sorted({name for notebook in notebooks.values() for name in parameter_names(notebook)})
     for name in parameters:
         if name not in known and name != "contexts":  # --context asks for both names
@@ -128,7 +132,11 @@ def _write_page(page: Page, out: Path, previous: str | None, following: str | No
         stem = out / "figures" / f"{page.stem}--{fact['name']}"
         _anonymous_write(stem.with_suffix(".svg"), fact["data"]["image/svg+xml"])
         stem.with_suffix(".png").write_bytes(base64.b64decode(fact["data"]["image/png"]))
-        page.picture = page.picture or _thumbnail(fact["data"]["image/png"])
+        if page.picture is None:
+            small = _thumbnail(fact["data"]["image/png"])
+            (out / "figures" / f"{page.stem}.png").write_bytes(small)
+            encoded = base64.b64encode(small).decode()
+            page.picture = f'<img class="thumbnail" alt="" src="data:image/png;base64,{encoded}">'
     for fact in _facts(page.notebook, "table"):
         _anonymous_write(out / "tables" / f"{page.stem}--{fact['name']}.csv", fact["data"]["text/csv"])
     loader = jinja2.FileSystemLoader(TEMPLATES)
@@ -168,7 +176,7 @@ def _made_on(pages: Sequence[Page]) -> str:
     return " ".join(lines)
 
 
-def _write_index(pages: Sequence[Page], out: Path, profile: str, model, single_file: bool) -> None:
+def _write_index(pages: Sequence[Page], out: Path, profile: str, model: object, single_file: bool) -> None:
     import jinja2
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
@@ -189,7 +197,7 @@ def _body(path: Path) -> str:
     return re.sub(r'(<h\d[^>]*?) id="[^"]*"', r"\1", text)
 
 
-def _render(output) -> str:
+def _render(output: NotebookNode) -> str:
     """One output as HTML: charts in both inks, tables with their CSV; verdicts were lifted to the top."""
     fact = output.get("metadata", {}).get("decodebench", {})
     data = output.get("data", {})
@@ -240,19 +248,18 @@ def _picture(svg: str, alt: str) -> str:
     )
 
 
-def _thumbnail(png: str) -> str:
-    """A small picture for the index, where every drawing a second time would make the page too large."""
+def _thumbnail(png: str) -> bytes:
+    """A small PNG for the index and README, where every drawing a second time would make the page too large."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     image = image.resize((560, round(image.height * 560 / image.width)), Image.Resampling.LANCZOS)
     small = io.BytesIO()
-    image.quantize(48).save(small, "png", optimize=True)
-    encoded = base64.b64encode(small.getvalue()).decode()
-    return f'<img class="thumbnail" alt="" src="data:image/png;base64,{encoded}">'
+    image.quantize(160).save(small, "png", optimize=True)
+    return small.getvalue()
 
 
-def _label(cell) -> str:
+def _label(cell: NotebookNode) -> str:
     if _tagged(cell, "parameters"):
         return "Parameters"
     return "Parameters of this run" if _tagged(cell, "injected-parameters") else "Code"
@@ -345,11 +352,10 @@ def report_command(arguments: argparse.Namespace) -> int:
         on_page=_tell,
     )
     print(f"{out / 'index.html'} ({time.perf_counter() - start:.0f} s)")
-    failed = [page for page in pages if page.error]
+    failed = [(page.stem, page.error) for page in pages if page.error]
     if failed:
-        raise ReportError(
-            f"{failed[0].stem} stopped at an error ({anonymous(failed[0].error)}); its page shows where"
-        )
+        stem, error = failed[0]
+        raise ReportError(f"{stem} stopped at an error ({anonymous(error)}); its page shows where")
     return 0
 
 

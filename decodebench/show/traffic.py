@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decodebench.forecast.recommend import Recommendation, recommend
 from decodebench.forecast.simulate import Simulation, compare_simulations, simulate
 from decodebench.forecast.step_costs import step_floor
 from decodebench.forecast.traces import read_traffic
 from decodebench.layout.plan import plan
+from decodebench.show.cells import Note, Table, note
+from decodebench.show.cells import table as cell_table
 from decodebench.show.charts import bars, lines
-from decodebench.show.look import BLUE, FAINT, GREEN, ORANGE, SKY, VERMILLION, Chart, chart, styled
-from decodebench.words import bytes_text, seconds_text, share_text
+from decodebench.show.figures import or_a_sentence
+from decodebench.show.look import BLUE, FAINT, GREEN, GROUND, ORANGE, SKY, VERMILLION, Chart, chart, styled
+from decodebench.show.verdicts import Answer
+from decodebench.words import bytes_text, counted, seconds_text, share_text, short
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: causes of memory in the order in which they are stacked: column of ``over_time``, name, colour
+#: causes of memory in the order in which they are stacked: column of ``over_time``, name, colour, pattern
 CAUSES = (
-    ("content_bytes", "tokens and states that steps read", BLUE),
-    ("last_block_bytes", "unused slots of held blocks", ORANGE),
-    ("padding_bytes", "padding of pages and groups", VERMILLION),
-    ("free_bytes", "free", FAINT),
+    ("content_bytes", "tokens and states that steps read", BLUE, ""),
+    ("last_block_bytes", "unused slots of held blocks", ORANGE, "////"),
+    ("padding_bytes", "padding of pages and groups", VERMILLION, "xxxx"),
+    ("free_bytes", "free", FAINT, ""),
 )
 
 
+@or_a_sentence
 def rates(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     """Requests within the limits by the rate of a sweep's traffic, a line a grouping."""
     return lines(
@@ -50,12 +55,14 @@ def over_time(found: Simulation, title: str, subtitle: str = "") -> Chart:
     )
     table = found.over_time()
     minutes = table["time"] / 60
-    gib = [table[column] / 2**30 for column, _, _ in CAUSES]
+    gib = [table[column] / 2**30 for column, *_ in CAUSES]
     above.stackplot(
         minutes,
         gib,
-        labels=[name for _, name, _ in CAUSES],
-        colors=[c for *_, c in CAUSES],
+        labels=[name for _, name, *_ in CAUSES],
+        colors=[colour for _, _, colour, _ in CAUSES],
+        hatch=[pattern for *_, pattern in CAUSES],
+        edgecolor=GROUND,
         linewidth=0,
         step="post",
     )
@@ -76,9 +83,9 @@ def over_time(found: Simulation, title: str, subtitle: str = "") -> Chart:
         axes.margins(x=0)
         axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower left", ncols=3)
-    whole = sum(float(table[column].mean()) for column, _, _ in CAUSES)
+    whole = sum(float(table[column].mean()) for column, *_ in CAUSES)
     shares = ", ".join(
-        f"{name} {share_text(float(table[column].mean()) / whole)}" for column, name, _ in CAUSES
+        f"{name} {share_text(float(table[column].mean()) / whole)}" for column, name, *_ in CAUSES
     )
     figure.alt = (
         f"{title}. Stacked areas of cache memory over {minutes.iloc[-1]:.0f} minutes, means: {shares} of "
@@ -89,7 +96,7 @@ def over_time(found: Simulation, title: str, subtitle: str = "") -> Chart:
 
 
 def served(
-    model: str, machine: str, trace: str, memory: str, groupings: Sequence[str], rate: float, **settings
+    model: str, machine: str, trace: str, memory: str, groupings: Sequence[str], rate: float, **settings: Any
 ) -> list[Simulation]:
     """The same traffic on several groupings of a model. ``settings``: requests, efficiency, max_model_len."""
     traffic = read_traffic(trace, rate=rate)
@@ -106,26 +113,67 @@ def served(
     ]
 
 
-def paired(a: Simulation, b: Simulation, ttft: float, tpot: float) -> pd.DataFrame:
-    """``compare_simulations`` with readable names."""
-    table = compare_simulations(a, b, ttft, tpot)
-    return table.rename(columns={"a": a.layout.grouping, "b": b.layout.grouping})
+def paired(found: Sequence[Simulation], ttft: float, tpot: float) -> Table | Note:
+    """The second simulation less the first, request by request; a sentence where there is no second."""
+    if len(found) < 2:
+        return note("No comparison here: one layout alone was asked for.")
+    a, b = found[0], found[1]
+    first, second = a.layout.grouping, b.layout.grouping
+    if first == second:  # two names of one grouping
+        second = f"{second} (again)"
+    return cell_table(
+        compare_simulations(a, b, ttft, tpot).rename(columns={"a": first, "b": second}),
+        "paired",
+        caption=f"{second} less {first}: seconds, preemptions a request, and the share within the limits",
+    )
 
 
-def traffic_verdict(first: Simulation, other: Simulation, ttft: float, tpot: float) -> str:
-    """What another grouping would do to the same traffic, in one line."""
-    a, b = first.facts(ttft, tpot), other.facts(ttft, tpot)
+def best_rate(table: pd.DataFrame) -> str:
+    """A title: up to which of the rates shown more requests a second mean more good answers."""
+    rows = table[(table["status"] == "ok") & table["goodput"].notna()]
+    rates = sorted(rows["rate"].dropna().astype(float).unique())
+    if len(rates) < 2:
+        return "Requests within the limits, by layout"
+    best = rows.loc[rows.groupby("grouping", sort=False)["goodput"].idxmax()]
+    tops = sorted({float(rate) for rate in best["rate"]})
+    if tops == [rates[-1]]:
+        return f"Good answers rise with the rate, up to {rates[-1]:g} requests a second"
+    at = f"{tops[0]:g}" if len(tops) == 1 else f"{tops[0]:g} to {tops[-1]:g}, by layout"
+    return f"Most good answers come at {at} requests a second that arrive"
+
+
+def fullest(found: Simulation) -> str:
+    """A title: how full the cache gets, and how many requests wait."""
+    table = found.over_time()
+    held = 1 - float((table["free_bytes"] / table[[column for column, *_ in CAUSES]].sum(axis=1)).min())
+    waiting = int(table["waiting"].max())
+    told = f"up to {counted(waiting, 'request')} wait" if waiting else "no request waits"
+    return f"At most {share_text(held)} of the cache is held, and {told}"
+
+
+def traffic_verdict(found: Sequence[Simulation], ttft: float, tpot: float) -> Answer:
+    """What the second grouping does to the same traffic that the first one saw, in one line."""
+    first = found[0]
+    assert first.layout.model is not None, "planned from a config"
+    facts = first.facts(ttft, tpot)
+    text = (
+        f"{first.traffic.name} on {short(first.layout.model.name)}: the grouping {first.layout.grouping} keeps "
+        f"{facts['goodput']:.2f} requests a second within the limits with {facts['preemptions']:,} preemptions"
+    )
+    if len(found) == 1:
+        return f"{text}; no other layout was asked for.", None
+    other = found[1]
+    facts = other.facts(ttft, tpot)
     row = compare_simulations(first, other, ttft, tpot).set_index("metric").loc["latency_s"]
+    longer = "longer" if row["difference"] > 0 else "less"
     told = (
-        f"a request takes {seconds_text(abs(row['difference']))} {'longer' if row['difference'] > 0 else 'less'}"
+        f"a request takes {seconds_text(abs(row['difference']))} {longer}, beyond noise"
         if row["distinguishable"]
         else "requests take the same time within noise"
     )
     return (
-        f"{first.traffic.name} on {first.layout.model.name}: vLLM's layout keeps {a['goodput']:.2f} requests a "
-        f"second within the limits with {a['preemptions']:,} preemptions, {other.layout.grouping} "
-        f"{b['goodput']:.2f} with {b['preemptions']:,}; {told}."
-    )
+        f"{text}, {other.layout.grouping} {facts['goodput']:.2f} with {facts['preemptions']:,}; {told}."
+    ), None
 
 
 # -- recommendations ------------------------------------------------------------------------------
@@ -189,13 +237,18 @@ def recommendation_bars(found: Sequence[Recommendation], title: str, subtitle: s
     )
 
 
-def recommendation_verdict(found: Sequence[Recommendation]) -> str:
-    """The largest gain, and how often the defaults stand, in one line."""
-    best = max(found, key=lambda one: one.best.facts["goodput"] / max(one.start.facts["goodput"], 1e-9))
-    stand = sum(not one.steps for one in found)
-    changed = best.steps[0].split(":")[0] if best.steps else "nothing"
+def recommendation_verdict(found: Sequence[Recommendation]) -> Answer:
+    """How often the defaults stand, and the largest gain, in one line."""
+    if not found:
+        return "No deployment was asked for.", None
+    changed = [one for one in found if one.steps]
+    stand = f"Defaults stand in {len(found) - len(changed)} of {counted(len(found), 'case')}"
+    more = [one for one in changed if one.best.facts["goodput"] > one.start.facts["goodput"]]
+    if not more:
+        return f"{stand}; no change keeps more requests within the limits beyond noise.", None
+    best = max(more, key=lambda one: one.best.facts["goodput"] / max(one.start.facts["goodput"], 1e-9))
     return (
-        f"Defaults stand in {stand} of {len(found)} cases; most is gained by {best.model} under {best.traffic}: "
+        f"{stand}; most is gained by {short(best.model)} under {best.traffic}: "
         f"{best.start.facts['goodput']:.2f} → {best.best.facts['goodput']:.2f} requests a second within the "
-        f"limits, first by {changed}."
-    )
+        f"limits, first by {best.steps[0].split(':')[0]}."
+    ), None

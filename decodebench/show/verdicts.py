@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from decodebench.coverage.trial import Trial
+from decodebench.forecast.weights import weights_text
 from decodebench.layout.layout import Layout
 from decodebench.words import bytes_text, counted, plain_number, share_text, short, some
 
@@ -69,6 +70,7 @@ def difference(before: Trial, after: Trial) -> str:
 
 def model(layout: Layout, context: int, with_fault: float, without: float) -> Answer:
     """A model's layout, and what a fill by group 0's table and one by each group's own table cover."""
+    assert layout.model is not None, "planned from a config"
     length = min(context, layout.max_model_len)
     fits = layout.capacity(length)
     groups = len(layout.groups)
@@ -81,7 +83,8 @@ def model(layout: Layout, context: int, with_fault: float, without: float) -> An
         )
     return (
         f"{short(layout.model.name)}: {counted(groups, 'group')}, {fits.concurrency:,.1f} requests of "
-        f"{counted(length, 'token')} in {bytes_text(layout.budget)} of KV cache (weights not counted); {filled}."
+        f"{counted(length, 'token')} in {bytes_text(layout.budget)} of KV cache, beside weights of "
+        f"{weights_text(layout.model)}; {filled}."
     ), without == 1
 
 
@@ -190,7 +193,7 @@ def capacity(table: pd.DataFrame) -> Answer:
             f"KV cache of {short(row['model'])}: a request of one token reserves "
             f"{bytes_text(float(row['start_bytes']))}, one of {at} tokens "
             f"{bytes_text(float(row['request_bytes']))}, and there a further token "
-            f"{bytes_text(float(row['slope_bytes']))}.{left_out}"
+            f"{bytes_text(float(row['slope_bytes']))}; its weights lie beside it: {_weights(longest)}.{left_out}"
         ), None
 
     def ends(values: pd.Series) -> str:
@@ -202,8 +205,20 @@ def capacity(table: pd.DataFrame) -> Answer:
 
     return (
         f"KV cache only: a request of one token reserves {ends(start)}; at {at} tokens a further token costs "
-        f"{ends(slope)}.{left_out}"
+        f"{ends(slope)}. Weights lie beside it: {_weights(longest)}.{left_out}"
     ), None
+
+
+def _weights(rows: pd.DataFrame) -> str:
+    """What weights take, from the smallest model of the rows to the largest."""
+    known = rows.dropna(subset=["weight_bytes"])
+    if known.empty:
+        return "how many is not known"
+    small, large = known.loc[known["weight_bytes"].idxmin()], known.loc[known["weight_bytes"].idxmax()]
+    text = bytes_text(float(small["weight_bytes"]))
+    if len(known) == 1:
+        return text
+    return f"{text} ({short(small['model'])}) to {bytes_text(float(large['weight_bytes']))} ({short(large['model'])})"
 
 
 def gain(table: pd.DataFrame, small: str) -> str:
@@ -359,15 +374,60 @@ def engine(table: pd.DataFrame) -> Answer:
     )
 
 
-def published(table, errors) -> str:
+# -- 10: published figures and floors ----------------------------------------------------------------
+
+
+def published(table: pd.DataFrame, errors: pd.DataFrame) -> Answer:
     """How far published figures stand above their floors, and how well they are estimated."""
-    used = table[table["left_out"] == ""]
+    used, all_times = table[table["left_out"] == ""], table["times"].dropna()
+    if used.empty or errors.empty:
+        return (
+            f"Of {counted(len(table), 'published figure')} none is used in the fit: nothing to judge by.",
+            None,
+        )
     times = used["times"]
-    below = int((table["times"] < 1).sum())
+    below = int((all_times < 1).sum())
     worst = errors.sort_values("median_error_share").iloc[-1]
     half, most = worst["median_error_share"], worst["p90_error_share"]
     return (
-        f"A typical published figure takes {times.median():.1f} times its floor, one in a hundred less than "
-        f"{times.quantile(0.01):.1f}; {below} of {len(table):,} are below it, and impossible as recorded. With "
-        f"{worst['held out']} held out, half of the estimates are within {half:.0%}, nine in ten within {most:.0%}."
-    )
+        f"The {counted(len(used), 'published figure')} of the fit take {times.median():.1f} times their floor in "
+        f"the median, one in a hundred less than {times.quantile(0.01):.1f}; of all {len(all_times):,} with a floor "
+        f"{below} are below it, and impossible as recorded. With {worst['held out']} held out, half of the estimates "
+        f"are within {half:.0%}, nine in ten within {most:.0%}."
+    ), None
+
+
+def middle_half(table: pd.DataFrame) -> str:
+    """A title: between which multiples of their floors half of the figures lie."""
+    times = table["times"].dropna()
+    if times.empty:
+        return "No published figure with a floor was asked for"
+    low, high = times.quantile(0.25), times.quantile(0.75)
+    return f"Half of these published decode figures take {low:.1f} to {high:.1f} times their floor"
+
+
+def overtakes(floors: pd.DataFrame) -> str:
+    """A title: from which of the lengths shown a step reads more cache than weights, by model."""
+    said = []
+    for name, part in floors.groupby("model", sort=False):
+        part = part.assign(length=part["context"].astype(int)).sort_values("length")
+        past = part[part["cache_s"] > part["weights_s"]]
+        where = f"from {int(past['length'].iloc[0]):,} tokens" if len(past) else "at none of these lengths"
+        said.append(f"of {short(str(name))} {where}")
+    return f"A step spends more on cache than on weights: {'; '.join(said)}"
+
+
+#: columns of a floor's parts → what they are called
+PARTS = {
+    "weights_ms": "weights",
+    "experts_ms": "routed experts",
+    "cache_ms": "the cache",
+    "messages_ms": "messages",
+}
+
+
+def largest_parts(table: pd.DataFrame) -> str:
+    """A title: which part is the largest of how many of the floors."""
+    largest = table[list(PARTS)].astype(float).idxmax(axis=1).value_counts(sort=False)
+    said = [f"{name} in {largest[column]}" for column, name in PARTS.items() if largest.get(column)]
+    return f"The largest part of {counted(len(table), 'floor')}: {', '.join(said)}"

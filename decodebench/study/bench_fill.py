@@ -84,7 +84,12 @@ def _blocks(count: int) -> str:
 
 
 def attention_cases(num_blocks: int, seed: int) -> list[Case]:
-    """Block tables over the blocks 1 to ``num_blocks`` of a one-group layout."""
+    """Block tables over the blocks 1 to ``num_blocks`` of a one-group layout.
+
+    Raises ``DecodebenchError`` where they are too few for sixteen requests of four.
+    """
+    if num_blocks < 64:
+        raise DecodebenchError(f"num_blocks = {num_blocks}: the cases need at least 64 blocks")
     draw = random.Random(seed)
     ids = range(1, num_blocks + 1)
 

@@ -9,6 +9,8 @@ import json
 from dataclasses import replace
 from functools import lru_cache
 
+from decodebench.errors import DecodebenchError
+from decodebench.forecast.weights import weight_bytes
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import plan
 from decodebench.layout.pool import Batch, admit
@@ -21,7 +23,7 @@ from decodebench.study.grid import TRAFFIC_AXES, Case, SweepError
 
 def forget() -> None:
     """Read every config.json anew: one may have been edited since the last sweep."""
-    for kept in (model_of, layout_of, batch_of):
+    for kept in (model_of, layout_of, batch_of, weights_of):
         kept.cache_clear()
 
 
@@ -95,6 +97,15 @@ def cached(case: Case) -> Batch:
     return Batch(layout, batch.requests)
 
 
+@lru_cache(maxsize=64)
+def weights_of(name: str, overrides: str | None, ranks: int) -> int | None:
+    """Bytes of weights that one rank holds beside its cache; None where their size is not known."""
+    try:
+        return round(weight_bytes(model_of(name, overrides), ranks))
+    except DecodebenchError:
+        return None
+
+
 def layout_stage(case: Case, made: dict) -> dict:
     """Columns of the layout; leaves it in ``made`` for the stages behind."""
     layout = made["layout"] = layout_of(shape_of(case))
@@ -125,5 +136,6 @@ def layout_stage(case: Case, made: dict) -> dict:
         "start_bytes": longest.start_bytes,
         "request_bytes": longest.request_bytes,
         "slope_bytes": longest.slope_bytes,
+        "weight_bytes": weights_of(case.model, case.hf_overrides, case.tensor_parallel_size),
         **{f"waste_{cause}": share for cause, share in waste.items() if cause != "content"},
     }

@@ -125,6 +125,9 @@ COLUMNS: dict[str, Column] = {
     "start_bytes": Column("Int64", "bytes", "KV cache that a request of one token reserves"),
     "request_bytes": Column("Int64", "bytes", "KV cache that a request of the longest context reserves"),
     "slope_bytes": Column("Float64", "bytes/token", "KV cache of a further token around that length"),
+    "weight_bytes": Column(
+        "Int64", "bytes", "the model's weights on one rank, beside memory; empty: not known"
+    ),
     "waste_padding_layers": Column("Float64", "share", "memory lost to groups narrower than the widest"),
     "waste_padded_pages": Column("Float64", "share", "memory lost to pages padded to a common size"),
     "waste_unread": Column("Float64", "share", "memory of tokens kept that no step reads: windows left them"),

@@ -25,9 +25,9 @@ def test_case(model: str, index: int):
     case = golden(model)["cases"][index]
     if "refused" in case:
         with pytest.raises(DecodebenchError):
-            prepare(model, **options_of(case))
+            prepare(model, **options_of(model, case))
         return
-    grouped = prepare(model, **options_of(case))
+    grouped = prepare(model, **options_of(model, case))
     assert grouped.max_model_len == case["options"]["max_model_len"]
     assert grouped.options.max_in_flight_tokens == case["options"]["max_in_flight_tokens"]
     assert grouped.memory_order == case["options"]["kv_cache_layout"]
@@ -53,7 +53,7 @@ def check_memory(grouped, model: str, case: dict, budget: int, memory: dict):
         layout_for(grouped, budget)
     fits = memory["auto_fit"]
     assert refusal.value.max_model_len == fits["max_model_len"]
-    fitted = layout_for(prepare(model, **(options_of(case) | {"max_model_len": "auto"})), budget)
+    fitted = layout_for(prepare(model, **(options_of(model, case) | {"max_model_len": "auto"})), budget)
     assert (fitted.max_model_len, fitted.num_blocks) == (fits["max_model_len"], fits["num_blocks"])
 
 

@@ -5,8 +5,10 @@ import json
 import pytest
 from cells_in_process import run
 
+from decodebench.errors import DecodebenchError
 from decodebench.models.load import DATA
 from decodebench.show import notebooks
+from decodebench.study import bench_fill
 
 KINDS = (
     "tiny-llama",
@@ -72,6 +74,32 @@ def test_notebooks_of_many_models_take_eight_at_once(configs, number):
         groupings=["hybrid", "promoted", "per_layer"],
     )
     assert len(verdict) > 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cost_of_a_fill_is_told_of_every_kind(configs, kind):
+    cells, verdict = shown("06", model=configs[kind], context=70, faults=["A1"])
+    assert verdict.startswith("Filling ")
+    assert any(cell.role == "table" and "fault" in cell.value.frame for cell in cells)
+
+
+def test_too_few_blocks_for_the_cases_of_a_fill_are_refused_in_a_sentence():
+    with pytest.raises(DecodebenchError, match="num_blocks = 16: the cases need at least 64"):
+        bench_fill.attention_cases(16, seed=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traffic_is_simulated_or_refused_in_a_sentence(configs, kind):
+    cells, verdict = shown("11", model=configs[kind], groupings=["auto"], requests=4, memory="8GiB")
+    assert verdict.endswith(("no other layout was asked for.", "."))
+    assert "one layout alone" in " ".join(cell.facts["text"] for cell in cells if cell.role == "note")
+
+
+def test_floors_and_recommendations_take_models_of_ones_own(configs):
+    shown("10", hybrid=configs["qwen3-next-80b-a3b"], dense=configs["mamba-130m"], contexts=[64], every=400)
+    deployment = [configs["tiny-nemotron-h"], "64MiB", "azure-code-2023", 5.0]
+    _, verdict = shown("12", deployments=[deployment], requests=4)
+    assert verdict.startswith("Defaults stand in ")
 
 
 @pytest.mark.parametrize("kind", ["tiny-llama", "whisper-large-v3"])

@@ -1,13 +1,16 @@
 """The explorer: a miniature with the layout's own block tables, refusals in words, a still picture for exports."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 import decodebench as db
 from decodebench.cache.faults import FAULTS
+from decodebench.forecast.weights import weights_text
 from decodebench.layout.shrink import shrink
-from decodebench.show.explorer import Choice, explore, look, panel
+from decodebench.show.explorer import Choice, _cell, explore, look, panel, picture
+from decodebench.show.look import GROUND
 
 MODELS = ["jamba-v0.1", "gemma-3-1b", "nemotron-h-8b", "deepseek-v3.2", "mimo-v2-flash", "llama-4-scout-text"]
 
@@ -71,3 +74,19 @@ def test_no_choice_is_the_value_that_ipywidgets_take_for_nothing_chosen():
 def test_a_model_whose_smallest_request_is_larger_than_the_pool_gets_a_larger_pool():
     view = look(Choice(model="whisper-large-v3", blocks=40))
     assert view.choice.blocks > 40 and view.trial.audit.ok
+
+
+def test_states_differ_by_shape_and_the_picture_brings_its_own_ground():
+    """Grey paper and dark themes: no state is told by its colour alone, no ink is the theme's."""
+    view = look(Choice(model="jamba-v0.1", fault="A1"))
+    drawn = picture(view)
+    assert (
+        drawn.count('<rect width="') == 1
+        and f'fill="{GROUND}"' in drawn
+        and "currentColor" not in panel(view)
+    )
+    states = set(view.trial.pages["state"])
+    assert {"wrong", "uncovered"} <= states
+    shapes = {re.sub(r"[\d.-]+", "n", _cell(state, 0, 0)) + _cell(state, 0, 0) for state in states - {"null"}}
+    assert len(shapes) == len(states - {"null"})
+    assert "weights beside it" in panel(view) and weights_text("jamba-v0.1") in panel(view)

@@ -3,6 +3,7 @@
 import base64
 import io
 import itertools
+import re
 
 import matplotlib
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from decodebench import words
-from decodebench.show import cells, charts, figures, look
+from decodebench.show import cells, charts, figures, look, report
 from decodebench.study import table as table_
 
 
@@ -328,3 +329,60 @@ def test_a_verdict_is_one_line():
     data, metadata = cells.verdict("two\n  lines", False)._repr_mimebundle_()
     assert metadata["decodebench"] == {"role": "verdict", "text": "two lines", "ok": False}
     assert data["text/plain"] == "two lines"
+
+
+# -- what an export makes of figures ---------------------------------------------------------------
+
+
+def test_a_cloud_of_dots_keeps_every_dot_in_a_seventh_of_its_bytes():
+    marks = "".join(
+        f'\n<use xlink:href="#m1" x="{i}.123456" y="{2 * i}.5" style="fill: #005f9e"/>' for i in range(40)
+    )
+    svg = look.dotted(f"<g>{marks}</g>")
+    assert svg.count("<use") == 1 and len(svg) < len(marks) / 3
+    assert svg.count("L") + 1 == 40 and "M0.1 0.5L1.1 2.5" in svg and svg.count("url(#m1-1)") == 3
+    few = marks[: marks.index('x="5')]
+    assert look.dotted(few) == few, "few marks stay as they are"
+
+
+def test_a_thumbnail_keeps_the_colours_apart():
+    frame = pd.DataFrame(
+        [{"s": f"line {s}", "x": x, "y": 10 * s + x} for s in range(5) for x in (1, 2, 4, 8)]
+    )
+    figure = charts.lines(frame, "x", "y", "s", name="n", title="t")
+    small = Image.open(io.BytesIO(report._thumbnail(base64.b64encode(figure.png()).decode()))).convert("RGB")
+    there = np.asarray(small).reshape(-1, 3).astype(int)
+    for ink in look.PALETTE[:5]:
+        wanted = [int(ink[i : i + 2], 16) for i in (1, 3, 5)]
+        assert np.abs(there - wanted).sum(axis=1).min() < 24, ink
+
+
+def test_sentences_get_wide_cells_and_models_deep_in_settings_are_named():
+    frame = pd.DataFrame(
+        {
+            "model": ["a", "b"],
+            "why": ["short", "a sentence that is a good deal longer than some sixty characters"],
+        }
+    )
+    assert cells.table(frame, "t").html().count('class="prose"') == 2
+    found = cells.config_sources({"deployments": [["gpt-oss-20b", "1GiB"]], "more": {"x": ("jamba-v0.1",)}})
+    assert set(found) == {"gpt-oss-20b", "jamba-v0.1"}
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#111111", "#1e1e1e", "#383838"])
+def test_what_notebooks_draw_beside_text_reads_on_every_theme(ground):
+    """JupyterLab, VS Code and Colab, light and dark: edges keep a contrast of 3, and text is the theme's own."""
+
+    def light(ink):
+        parts = [int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        return sum(
+            w * (v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4)
+            for w, v in zip((0.2126, 0.7152, 0.0722), parts)
+        )
+
+    for edge in look.EDGES.values():
+        high, low = sorted((light(edge), light(ground)), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 3
+    shown = [cells.verdict("a", True), cells.note("a"), cells.table(pd.DataFrame({"a": [1]}), "t")]
+    for html in (one._repr_mimebundle_()[0]["text/html"] for one in shown):
+        assert not re.search(r"[^-]color:", html) and "background" not in html

@@ -7,7 +7,8 @@ import pytest
 
 import decodebench as db
 from decodebench.coverage.trial import before_and_after
-from decodebench.show import verdicts
+from decodebench.forecast.weights import weights_text
+from decodebench.show import traffic, verdicts
 
 
 def faults(caught=17, of=17):
@@ -49,7 +50,7 @@ def test_a_models_verdict_reports_what_was_found_for_both_fills():
     layout = db.plan("tiny-gemma3", memory="64MiB", max_model_len="auto")
     text, ok = verdicts.model(layout, 256, 0.25, 0.5)
     assert "covers 25.0%" in text and "own table 50.0%" in text and ok is False
-    assert "weights not counted" in text and "256 tokens" in text
+    assert f"beside weights of {weights_text('tiny-gemma3')}" in text and "256 tokens" in text
     assert verdicts.model(layout, 256, 0.25, 1.0)[1] is True
     one = db.plan("tiny-llama", memory="64MiB", max_model_len="auto")
     assert "one group, so group 0's table is the right one" in verdicts.model(one, 1, 1.0, 1.0)[0]
@@ -244,3 +245,103 @@ def test_notes_of_measurements_are_counted_once_each():
     table = pd.DataFrame({"notes": [in_l2, f"{in_l2}; {busy}", None]})
     assert verdicts.noted(table) == f"; 2 rows: {in_l2}; 1 row: {busy}"
     assert verdicts.noted(pd.DataFrame({"notes": [None]})) == verdicts.noted(pd.DataFrame()) == ""
+
+
+def test_weights_stand_beside_the_cache_or_are_said_to_be_unknown():
+    table = db.sweep(
+        {
+            "model": ["tiny-llama", "tiny-gemma3"],
+            "context": 64,
+            "measure": "layout",
+            "memory": "64MiB",
+            "max_model_len": "auto",
+        }
+    )
+    text, _ = verdicts.capacity(table)
+    assert "Weights lie beside it:" in text and "(tiny-llama)" in text and "(tiny-gemma3)" in text
+    unknown = table.assign(weight_bytes=table["weight_bytes"].where(table["model"] == ""))
+    assert "Weights lie beside it: how many is not known." in verdicts.capacity(unknown)[0]
+    assert "its weights lie beside it" in verdicts.capacity(table.iloc[:1])[0]
+
+
+# -- 10 to 12 ----------------------------------------------------------------------------------------
+
+
+def floors(**cache_s):
+    rows = [
+        {"model": model, "context": context, "weights_s": 2.0, "cache_s": seconds}
+        for model, all_seconds in cache_s.items()
+        for context, seconds in zip((1024, 4096), all_seconds)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_the_cache_overtakes_the_weights_only_where_it_does():
+    title = verdicts.overtakes(floors(dense=(1, 3), hybrid=(0.1, 0.2)))
+    assert title.endswith("of dense from 4,096 tokens; of hybrid at none of these lengths")
+    assert "dense at none" in verdicts.overtakes(floors(dense=(1, 2)))
+
+
+def test_published_figures_are_said_as_their_quartiles():
+    table = pd.DataFrame({"times": [0.5, 1.0, 2.0, 3.0, 4.0], "left_out": [""] * 5})
+    assert verdicts.middle_half(table).endswith("take 1.0 to 3.0 times their floor")
+    assert verdicts.middle_half(table.assign(times=7.0)).endswith("take 7.0 to 7.0 times their floor")
+    errors = pd.DataFrame(
+        {"held out": ["a whole model"], "median_error_share": [0.1], "p90_error_share": [0.3]}
+    )
+    text, ok = verdicts.published(table, errors)
+    assert "5 published figures of the fit take 2.0 times" in text and "1 are below it" in text and ok is None
+    assert "none is used in the fit" in verdicts.published(table.assign(left_out="queueing"), errors)[0]
+
+
+def test_the_largest_part_of_a_floor_is_counted():
+    parts = pd.DataFrame(
+        {"weights_ms": [3, 1], "experts_ms": [0, 2], "cache_ms": [1, 1], "messages_ms": [0, 0]}
+    )
+    assert verdicts.largest_parts(parts) == "The largest part of 2 floors: weights in 1, routed experts in 1"
+
+
+def rated(*goodput, grouping="auto"):
+    return pd.DataFrame(
+        {"status": "ok", "grouping": grouping, "rate": range(1, 1 + len(goodput)), "goodput": goodput}
+    )
+
+
+def test_good_answers_fall_past_a_rate_only_where_they_do():
+    assert "rise with the rate, up to 3" in traffic.best_rate(rated(1, 2, 3))
+    assert traffic.best_rate(rated(1, 3, 2)) == "Most good answers come at 2 requests a second that arrive"
+    both = pd.concat([rated(1, 3, 2), rated(1, 2, 3, grouping="fixed(8)")])
+    assert "at 2 to 3, by layout" in traffic.best_rate(both)
+    assert traffic.best_rate(rated(1)) == "Requests within the limits, by layout"
+
+
+@pytest.fixture(scope="module")
+def simulations():
+    return traffic.served(
+        "tiny-gemma3", "h100", "azure-code-2023", "64MiB", ["auto", "per_layer"], 2.0, requests=6
+    )
+
+
+def test_one_layout_under_traffic_is_compared_with_nothing(simulations):
+    text, ok = traffic.traffic_verdict(simulations[:1], 2.0, 0.05)
+    assert text.endswith("no other layout was asked for.") and ok is None
+    assert "one layout alone" in traffic.paired(simulations[:1], 2.0, 0.05).text
+    text, _ = traffic.traffic_verdict(simulations, 2.0, 0.05)
+    assert "the grouping auto keeps" in text and ", per_layer " in text
+    assert "no request waits" in traffic.fullest(simulations[0])
+
+
+def recommended(start, best, *steps):
+    facts = [SimpleNamespace(facts={"goodput": goodput}) for goodput in (start, best)]
+    return SimpleNamespace(model="m", traffic="t", start=facts[0], best=facts[1], steps=steps)
+
+
+def test_a_gain_is_told_only_where_something_was_gained():
+    text, _ = traffic.recommendation_verdict([recommended(1, 1), recommended(2, 2, "a: faster")])
+    assert (
+        text
+        == "Defaults stand in 1 of 2 cases; no change keeps more requests within the limits beyond noise."
+    )
+    text, _ = traffic.recommendation_verdict([recommended(1, 1), recommended(1, 2, "fp8: more fit")])
+    assert text.endswith("1.00 → 2.00 requests a second within the limits, first by fp8.")
+    assert traffic.recommendation_verdict([]) == ("No deployment was asked for.", None)

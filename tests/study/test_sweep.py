@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import decodebench as db
 from decodebench.cache.faults import FAULTS
 from decodebench.measure import journal as journals
 from decodebench.measure.journal import JOURNAL, PARQUET, PROVENANCE, Journal, JournalError, read_folder
@@ -626,3 +627,17 @@ def test_an_interrupt_ends_in_a_line_that_says_how_to_go_on(tmp_path, monkeypatc
     assert main(["sweep", str(grid), "--quiet", "--out", str(tmp_path / "out")]) == 130
     said = capsys.readouterr().err.strip()
     assert "the same command goes on there" in said and "\n" not in said
+
+
+def test_a_sweep_is_called_and_plotted_in_two_lines():
+    table = db.sweep(
+        {
+            "model": ["tiny-llama", "tiny-gemma3"],
+            "context": [64, 256],
+            "max_model_len": 512,
+            "memory": "64MiB",
+        }
+    )
+    figure = db.plot(table)
+    assert figure.alt.startswith("Pages read that were filled, by context.") and "tiny-gemma3" in figure.alt
+    assert callable(db.report) and db.sweep.run is not None
