@@ -9,6 +9,7 @@ no engine outlives the sweep that asked for it.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import decodebench.vllm as dbv  # its names are imported when they are used: vLL
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.bound import bound
 from decodebench.forecast.judge import judge
+from decodebench.forecast.machines import card_machine
 from decodebench.forecast.results import Measured
 from decodebench.layout.plan import parse_memory
 from decodebench.layout.pool import parse_lengths
@@ -32,6 +35,7 @@ from decodebench.measure.provenance import machine
 from decodebench.models.fields import read_config
 from decodebench.models.load import DATA
 from decodebench.vllm.audit_files import audit_steps, read_audit
+from decodebench.vllm.client import bench_serve, model_at, serve_columns
 from decodebench.vllm.launch import FORWARD, engine, kernel_blocks, prepare_process
 from decodebench.vllm.measure import ADMISSIONS, run_batch
 
@@ -48,6 +52,10 @@ PASSED_ON: dict[str, object] = {
 }
 
 
+#: the machine of a case that names none
+DEFAULT_MACHINE = "h100"
+
+
 class CaseRefused(DecodebenchError):
     """A case that this engine cannot run as asked: says which setting."""
 
@@ -60,6 +68,8 @@ def run_case(case: Mapping[str, Any]) -> dict:
     lengths = parse_lengths(case["context"])
     lengths = lengths if len(lengths) == case["batch"] else lengths * case["batch"]
     steps = case["decode_steps"]
+    if case["server"]:
+        return on_server(case, lengths)
     model = model_of(case)
     connector, options = connector_of(case)
     arguments = arguments_of(case, max(lengths) + steps + 2)
@@ -89,12 +99,28 @@ def run_case(case: Mapping[str, Any]) -> dict:
         | step_columns(resident)
         | {"admit_s": sum(admitting), "admit_steps": len(admitting)}
         | {"tokens_per_s": len(lengths) / statistics.median(resident)}
-        | floor_columns(case, effective(model, config), lengths, resident, on_cpu(config))
+        | floor_columns(case, effective(model, config), lengths, resident, whose_floor(case, on_cpu(config)))
         | {"engine_used": engine_text(config), "node": node(on_cpu(config))}
         | ({"notes": BYTES_NOTE} if audits_bytes(case) else {})
     )
 
 
+def on_server(case: Mapping[str, Any], lengths: Sequence[int]) -> dict:
+    """The columns of one wave of requests against a running server; its cache is the server's own business."""
+    if len(set(lengths)) > 1:
+        raise CaseRefused("server with a mix of lengths: vllm bench serve's random prompts are of one length")
+    found = bench_serve(case["server"], lengths[0], len(lengths), case["decode_steps"] + 1, case["seed"])
+    columns = serve_columns(found, len(lengths))
+    served = model_at(case["server"])
+    floor = floor_columns(case, model_of(case), lengths, [columns["median_s"]], case["machine"])
+    return (
+        columns
+        | floor
+        | {"longest_context": lengths[0], "engine_used": f"served as {served['id']}", "verdict": SERVED}
+    )
+
+
+SERVED = "Not judged from here: a server started with the connector's audit_file judges itself (read_audit)."
 COMPUTED = "Every prompt was computed (real prefill): nothing was filled, and there is nothing to audit."
 BYTES_NOTE = "admission holds the audit's poisoning and reading back; measured without it, it is shorter"
 
@@ -110,6 +136,8 @@ def model_of(case: Mapping[str, Any]) -> str | dict:
     if known.is_file() or name.endswith(".json"):
         fields = read_config(name, DATA)[0]
         return FORWARD | {k: v for k, v in fields.items() if not k.startswith("_")} | overrides
+    if Path(name, "config.json").is_file() and case["server"]:
+        return read_config(name, DATA)[0] | overrides
     if overrides:
         raise CaseRefused(f"hf_overrides with the folder {name}: give them as engine = {{hf_overrides = …}}")
     return name
@@ -131,7 +159,15 @@ def audits_bytes(case: Mapping[str, Any]) -> bool:
 
 def arguments_of(case: Mapping[str, Any], longest: int) -> dict:
     """The engine's arguments: those that axes give, then the case's own table over them."""
+    from vllm.engine.arg_utils import EngineArgs
+
     given = json.loads(case["engine"] or "{}")
+    known = [field.name for field in fields(EngineArgs)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise CaseRefused(f"engine: vLLM has no argument {name!r}{hint}")
     length = case["max_model_len"]
     found: dict[str, Any] = {
         "max_model_len": length if isinstance(length, int) else longest,
@@ -162,6 +198,15 @@ def engine_text(config) -> str:
     return f"vllm {vllm.__version__}, {str(config.model_config.dtype).removeprefix('torch.')}, {kind}"
 
 
+def whose_floor(case: Mapping[str, Any], cpu: bool) -> str:
+    """The machine of the floor: this one on a CPU; else the one asked for, or by default the card that runs."""
+    if cpu:
+        return "this"
+    if case["machine"] != DEFAULT_MACHINE:
+        return case["machine"]
+    return card_machine(str(machine("cuda")["device"])) or case["machine"]
+
+
 def node(cpu: bool) -> str:
     """The machine, or the card, that the engine ran on."""
     facts = machine("cpu" if cpu else "cuda")
@@ -170,7 +215,7 @@ def node(cpu: bool) -> str:
 
 def effective(model: str | dict, config) -> dict:
     """The model's fields as the engine runs them."""
-    fields = dict(model) if isinstance(model, dict) else read_config(model, DATA)[0]
+    fields = dict(model) if isinstance(model, dict) else config.model_config.hf_config.to_dict()
     return fields | {"torch_dtype": str(config.model_config.dtype).removeprefix("torch.")}
 
 
@@ -237,10 +282,9 @@ def step_columns(resident: Sequence[float]) -> dict:
 
 
 def floor_columns(
-    case: Mapping[str, Any], config: Mapping, lengths: Sequence[int], resident: Sequence[float], cpu: bool
+    case: Mapping[str, Any], config: Mapping, lengths: Sequence[int], resident: Sequence[float], whose: str
 ) -> dict:
-    """The floor of the middle step, and what the median is next to it. On a CPU the machine is this one."""
-    whose = "this" if cpu else case["machine"]
+    """The floor of the middle step on the machine ``whose``, and what the median is next to it."""
     grown = [length + len(resident) // 2 for length in lengths]
     try:
         floor = bound(
