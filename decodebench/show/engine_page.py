@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: section → the columns that it shows, where they are filled
 TABLES = {
-    "rows": "median_s q1_s q3_s tokens_per_s admit_s fill_seconds fill_bytes floor_s floor_share floor_verdict",
+    "rows": "median_s q1_s q3_s tokens_per_second admit_s fill_seconds fill_bytes floor_s floor_share floor_verdict",
     "audit": "required_pages coverage worst_group_coverage stray_pages clobbered_pages verdict",
     "layout": "groups layers group_kinds group_block_sizes bytes_per_block num_blocks plan_equal plan_difference",
 }
@@ -86,6 +86,8 @@ def section(rows: pd.DataFrame, name: str) -> Table:
     """One of the page's tables: the settings that vary, and what ``TABLES`` names."""
     shown = rows[[*varying(rows), *filled(rows, TABLES[name].split())]].copy()
     shown["model"] = shown["model"].map(short)
+    for column in shown.select_dtypes("boolean"):
+        shown[column] = shown[column].map({True: "yes", False: "no"})
     shown.attrs = rows.attrs
     return Table(shown, name, CAPTIONS[name])
 
@@ -126,7 +128,8 @@ def verdicts(rows: pd.DataFrame) -> list[tuple[str, bool | None]]:
     judged = ok[ok["floor_share"].notna()]
     if len(judged):
         impossible = int((judged["floor_verdict"] == "impossible").sum())
-        shares = f"{share_text(judged['floor_share'].min())} to {share_text(judged['floor_share'].max())}"
+        ends = (share_text(judged["floor_share"].min()), share_text(judged["floor_share"].max()))
+        shares = " to ".join(dict.fromkeys(ends))
         text = f"The floor of {some(dict.fromkeys(judged['floor_machine']))} is {shares} of the step"
         text += f"; {impossible} of {counted(len(judged), 'figure')} cannot be true." if impossible else "."
         said.append((text, not impossible))

@@ -23,7 +23,7 @@ SHOWN = (
     "median_s",
     "q1_s",
     "q3_s",
-    "tokens_per_s",
+    "tokens_per_second",
     "admit_s",
     "coverage",
     "plan_equal",

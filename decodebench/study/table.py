@@ -194,7 +194,9 @@ COLUMNS: dict[str, Column] = {
         "Float64", "s", "all steps until every request decodes: filling or computing", "engine"
     ),
     "admit_steps": Column("Int64", "", "how many steps these were", "engine"),
-    "tokens_per_s": Column("Float64", "tokens/s", "requests over the median of the resident steps", "engine"),
+    "tokens_per_second": Column(
+        "Float64", "tokens/s", "requests over the median of the resident steps", "engine"
+    ),
     "floor_s": Column(
         "Float64", "s", "what no engine can beat on that machine, for the middle step", "engine"
     ),

@@ -88,7 +88,7 @@ def serve_columns(found: dict[str, Any], batch: int) -> dict[str, Any]:
         "p90_s": tenths[17],
         "steps": len(gaps) // batch,
         "clock": "client's clock between streamed tokens (vllm bench serve)",
-        "tokens_per_s": batch / median,
+        "tokens_per_second": batch / median,
         "admit_s": max(found["ttfts"]),
     }
 

@@ -98,7 +98,7 @@ def run_case(case: Mapping[str, Any]) -> dict:
         | audited
         | step_columns(resident)
         | {"admit_s": sum(admitting), "admit_steps": len(admitting)}
-        | {"tokens_per_s": len(lengths) / statistics.median(resident)}
+        | {"tokens_per_second": len(lengths) / statistics.median(resident)}
         | floor_columns(case, effective(model, config), lengths, resident, whose_floor(case, on_cpu(config)))
         | {"engine_used": engine_text(config), "node": node(on_cpu(config))}
         | ({"notes": BYTES_NOTE} if audits_bytes(case) else {})

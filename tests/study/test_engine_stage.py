@@ -147,7 +147,7 @@ def test_run_prints_rows_and_writes_them_with_a_page(tmp_path, capsys):
     ]
     assert main(asked) == 0
     said = capsys.readouterr().out
-    assert "tokens_per_s" in said and "floor of a test" in said and "index.html" in said
+    assert "tokens_per_second" in said and "floor of a test" in said and "index.html" in said
     assert len(sweep.read(tmp_path / "rows")) == 4
     page = (tmp_path / "index.html").read_text()
     assert page.count("<figure>") == 3 and "Provenance" in page and "4 audited cases" in page

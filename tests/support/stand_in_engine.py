@@ -59,7 +59,7 @@ def main(result: str) -> None:
             "floor_verdict": "possible",
             "floor_machine": "a test",
         },
-        **{"tokens_per_s": case["batch"] / seconds, "admit_s": seconds, "engine_used": "a stand-in"},
+        **{"tokens_per_second": case["batch"] / seconds, "admit_s": seconds, "engine_used": "a stand-in"},
     }
     Path(result).write_text(json.dumps(columns))
 
