@@ -106,10 +106,12 @@ class RequestBlocks:
 
     @property
     def request_id(self) -> str:
+        """The name of the request, under which the manager knows it."""
         return self.request.request_id
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the request, the one that the next step computes included."""
         return self.request.num_tokens
 
     @property
@@ -150,6 +152,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all requests together."""
         return sum(self.context_lens)
 
     def block_table(self, group: int) -> list[tuple[int, ...]]:
@@ -185,6 +188,7 @@ class KVCacheManager:
         self._to_zero: list[list[int]] = [[] for _ in layout.groups]
 
     def num_free(self, pool: int = 0) -> int:
+        """Blocks of a pool that nobody holds."""
         return len(self._free[pool])
 
     def owner(self, group: int, block_id: int) -> tuple[str, ...]:
@@ -192,6 +196,7 @@ class KVCacheManager:
         return tuple(sorted(self._holders.get((group, block_id), ())))
 
     def blocks_of(self, request_id: str) -> RequestBlocks:
+        """The blocks of one request as they are now; raises ``BlockError`` where it is not admitted."""
         if request_id not in self._tables:
             raise BlockError(f"request {request_id!r} is not admitted")
         return self._tables[request_id]

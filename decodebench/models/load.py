@@ -76,6 +76,7 @@ def list_models() -> KnownModels:
 
 
 def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench models``."""
     parser.add_argument("--names", action="store_true", help="names alone, one a line")
 
 

@@ -62,10 +62,12 @@ class PagePart:
 
     @property
     def numel(self) -> int:
+        """Numbers in the part."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the part."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
@@ -134,6 +136,7 @@ class KVCacheSpec:
         return None
 
     def with_block_size(self, block_size: int) -> Self:
+        """The same layer with blocks of ``block_size`` tokens."""
         return replace(self, block_size=block_size)
 
     @property
@@ -144,6 +147,7 @@ class KVCacheSpec:
 
     @property
     def holds_vectors(self) -> bool:
+        """Of latent layers alone: whether a page holds the vectors themselves."""
         return False
 
     @property

@@ -29,6 +29,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from decodebench.cache import triton_rows
 from decodebench.cache.triton_launch import Launch
+from decodebench.cache.values import Window
 from decodebench.errors import DecodebenchError
 from decodebench.layout.plan import plan
 from decodebench.measure.kernels import splits, triton_ops
@@ -118,8 +119,10 @@ class Attention:
         q = torch.empty(len(ranges), self.heads, self.dk, dtype=q_type, device="meta")
         out = torch.empty(len(ranges), self.heads, self.dv, dtype=q_type, device="meta")
         plan = triton_ops.Plan(ranges)
-        where = {"scale": 1.0, "v_offset": 0 if self.latent else self.dk, "arch": chip.sm}
-        return triton_ops.attention_launches(q, page.transpose(1, 2), table, plan, out, **where)
+        v_offset = 0 if self.latent else self.dk
+        return triton_ops.attention_launches(
+            q, page.transpose(1, 2), table, plan, out, scale=1.0, v_offset=v_offset, arch=chip.sm
+        )
 
     @property
     def geometry(self) -> str:
@@ -201,7 +204,7 @@ def fill_launches() -> dict[str, Launch]:
         bank = torch.empty(8 << 20, dtype=bits, device="meta")
         name = f"{8 * bits.itemsize} bits"
         found[f"constant {name}"] = triton_rows.launch(target, rows, 15478, None)
-        window = {"bank": bank, "period": 782910, "shift": 31, "shift_of_layer": 31, "shift_of_block": 4099}
+        window = Window(bank=bank, period=782910, shift=31, shift_of_layer=31, shift_of_block=4099)
         found[f"noise {name}"] = triton_rows.launch(target, rows, None, window)
     return found
 
@@ -387,7 +390,7 @@ def model_shapes() -> list[Attention]:
                 heads = layout.model.query_heads(layer, 1)
                 entries, kv_heads, _ = part.shape
                 kind = getattr(torch, part.dtype)
-                dv = rank if latent else spec.head_size_v
+                dv = rank if latent else spec.head_size_v or 0
                 shape = Attention(name, heads, kv_heads, spec.head_size, dv, entries, latent, kind)
                 q = torch.empty(1, heads, spec.head_size, device="meta")
                 view = torch.empty(1, kv_heads, entries, 1, dtype=kind, device="meta")
