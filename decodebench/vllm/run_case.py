@@ -25,7 +25,7 @@ from typing import Any
 
 import decodebench.vllm as dbv  # its names are imported when they are used: vLLM reads settings while it is
 from decodebench.errors import DecodebenchError
-from decodebench.forecast.bound import bound
+from decodebench.forecast.bound import Bound, bound
 from decodebench.forecast.judge import judge
 from decodebench.forecast.machines import card_machine
 from decodebench.forecast.results import Measured
@@ -112,7 +112,7 @@ def on_server(case: Mapping[str, Any], lengths: Sequence[int]) -> dict:
     found = bench_serve(case["server"], lengths[0], len(lengths), case["decode_steps"] + 1, case["seed"])
     columns = serve_columns(found, len(lengths))
     served = model_at(case["server"])
-    floor = floor_columns(case, model_of(case), lengths, [columns["median_s"]], case["machine"])
+    floor = floor_columns(case, config_of(case), lengths, [columns["median_s"]], case["machine"])
     return (
         columns
         | floor
@@ -136,11 +136,15 @@ def model_of(case: Mapping[str, Any]) -> str | dict:
     if known.is_file() or name.endswith(".json"):
         fields = read_config(name, DATA)[0]
         return FORWARD | {k: v for k, v in fields.items() if not k.startswith("_")} | overrides
-    if Path(name, "config.json").is_file() and case["server"]:
-        return read_config(name, DATA)[0] | overrides
     if overrides:
         raise CaseRefused(f"hf_overrides with the folder {name}: give them as engine = {{hf_overrides = …}}")
     return name
+
+
+def config_of(case: Mapping[str, Any]) -> dict:
+    """The fields of the model behind a server, whose weights and tokenizer are the server's business."""
+    model = model_of(case)
+    return model if isinstance(model, dict) else read_config(model, DATA)[0]
 
 
 def connector_of(case: Mapping[str, Any]) -> tuple[str | None, dict]:
@@ -299,6 +303,7 @@ def floor_columns(
         )
     except DecodebenchError as error:
         return {"floor_verdict": f"no floor: {error}"}
+    assert isinstance(floor, Bound), "one batch, one context"
     found = judge(Measured(statistics.median(resident), len(lengths)), floor)
     return {
         "floor_s": floor.seconds,
