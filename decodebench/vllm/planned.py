@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import vllm
@@ -63,6 +64,11 @@ def first_difference(ours: Layout, theirs: Layout) -> str | None:
         for what in ("layer_names", "kind", "block_size", "bytes_per_block"):
             if getattr(one, what) != getattr(other, what):
                 return f"group {number}: {what} {getattr(one, what)} planned, {getattr(other, what)} in the engine"
+        for layer, a, b in zip(one.layer_names, one.layer_specs, other.layer_specs):
+            for field in fields(a):
+                x, y = getattr(a, field.name), getattr(b, field.name, None)
+                if x != y:
+                    return f"layer {layer}: {field.name} {x} planned, {y} in the engine"
     for fact in FACTS:
         a, b = getattr(ours, fact), getattr(theirs, fact)
         if a != b:
