@@ -47,6 +47,12 @@ COMMANDS = {
         "sweep_command",
         "a grid of cases to a table",
     ),
+    "run": (
+        "decodebench.study.engine_run",
+        "add_run_arguments",
+        "run_command",
+        "decode steps of a model in the engine installed here, beside their floor",
+    ),
     "simulate": (
         "decodebench.forecast.simulate_command",
         "add_simulate_arguments",

@@ -12,7 +12,9 @@ from typing import Any
 
 #: names under which configs keep the number of routed experts, of experts a token, and their inner size
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"),
+)
 
 #: True, False, the name of a field that says it, or a field and the value that means yes
 Flag = bool | str | tuple[str, str]
@@ -360,6 +362,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         **DEEPSEEK | {"tied": False, "correction": "router_enable_expert_bias"}, norms=4
     ),
     "sarvam_mla": Architecture(**BAILING),
+    "gptj": Architecture(matrices=2, norms=1, layer_norm=True, mlp_bias=True, head_bias=True),
+    "gpt_bigcode": Architecture(**OLD, tied=True),
+    "hyperclovax": Architecture(**attention_bias(mlp_bias="mlp_bias")),
+    "telechat": Architecture(out_bias=True),
+    "axk1": Architecture(
+        **DEEPSEEK | {"correction": True, "defaults": {"first_k_dense_replace": 1}}, norms=3
+    ),
+    "longcat_flash_ngram": Architecture(
+        tied="own", expert_size=("expert_ffn_hidden_size",), correction=True, norms=4
+    ),
+    "step3p5": Architecture(
+        query_key_norm="head",
+        expert_size=("moe_intermediate_size",),
+        shared_size=("share_expert_dim",),
+        correction="use_moe_router_bias",
+    ),
+    "PanguProMoE": Architecture(
+        **DEEPSEEK | {"tied": False, "correction": "router_enable_expert_bias"}, norms=4
+    ),
 }
 #: families that no line knows: the commonest tensors
 COMMON = Architecture(

@@ -7,6 +7,7 @@ measured when it is asked for.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,23 @@ def machine(name: Machine | str | Path) -> Machine:
             "with memory, bandwidth, link and [peak]"
         )
     return read_machine(path)
+
+
+def card_machine(card: str) -> str | None:
+    """The machine whose chip a driver calls by this name ("NVIDIA A100-SXM4-40GB" → a100-40gb), or None.
+
+    Every word of a machine's name but its memory and bus must be one of the card's; these decide between several.
+    """
+    words = set(re.split(r"[^a-z0-9]+", card.lower()))
+    scores = {}
+    for path in DATA.glob("*.toml"):
+        parts = path.stem.split("-")
+        finer = {
+            part for part in parts if part in ("pcie", "nvl") or (part.endswith("gb") and part[0].isdigit())
+        }
+        if set(parts) - finer <= words:
+            scores[path.stem] = (sum(1 if part in words else -1 for part in finer), path.stem)
+    return max(scores, key=scores.__getitem__, default=None)
 
 
 @cache

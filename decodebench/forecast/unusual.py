@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from decodebench.forecast import parts as blocks
 from decodebench.forecast.parts import Part, linear, mlp
+from decodebench.models.attention import read_pangu_sink, read_step3p5
 from decodebench.models.fields import Fields
 from decodebench.models.layers import LatentLayer
 
@@ -173,9 +174,39 @@ def compressor(width: int, size: int, ratio: int) -> list[Part]:
     return [Part("latent", 2 * width * wide + ratio * wide, shards=1), Part("norm", size, shards=1)]
 
 
+def hyperclovax(f: Fields) -> list[Part]:
+    """Two more norms a layer, where the config asks for them."""
+    if not f.get("use_post_norm", default=False):
+        return []
+    return [Part("norm", 2 * f.layer_count() * f.integer("hidden_size"), shards=1)]
+
+
+def telechat(f: Fields) -> list[Part]:
+    """A bias on the way out of the dense block, and on none of its ways in."""
+    return [Part("mlp", f.layer_count("n_layer", "num_hidden_layers") * f.integer("hidden_size"), shards=1)]
+
+
+def step3p5(f: Fields) -> list[Part]:
+    """An output gate of one number a head, where the config asks for it; layers may differ in heads."""
+    if not f.get("use_head_wise_attn_gate", default=False):
+        return []
+    heads = sum(layer.num_heads for layer in read_step3p5(f, ""))
+    return [Part("attention", heads * f.integer("hidden_size"))]
+
+
+def pangu_sinks(f: Fields) -> list[Part]:
+    """Learned keys and values that every request reads, and a norm of the keys alone."""
+    layers = read_pangu_sink(f, "")
+    size, values = layers[0].head_size, layers[0].head_size_v or layers[0].head_size
+    wide = size + (values if f.get("param_sink_with_value", default=False) else 0)
+    sinks = f.integer("param_sink_number", default=0, least=0) * layers[0].num_kv_heads * wide
+    return [Part("attention", len(layers) * sinks), Part("norm", len(layers) * size, shards=1)]
+
+
 #: model_type → what the family holds beside the common blocks
 UNUSUAL: dict[str, Callable[[Fields], list[Part]]] = {
     "gpt2": learned_positions,
+    "gpt_bigcode": learned_positions,
     "opt": opt_projections,
     "bloom": bloom,
     "apertus": apertus,
@@ -184,6 +215,11 @@ UNUSUAL: dict[str, Callable[[Fields], list[Part]]] = {
     "gemma4_text": gemma4,
     "zamba2": zamba2,
     "longcat_flash": longcat,
+    "longcat_flash_ngram": longcat,
+    "hyperclovax": hyperclovax,
+    "telechat": telechat,
+    "step3p5": step3p5,
+    "PanguProMoE": pangu_sinks,
     "minicpm3": minicpm3,
     "deepseek_v4": deepseek_v4,
 }

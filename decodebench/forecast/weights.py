@@ -32,6 +32,10 @@ from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions
 from decodebench.words import bytes_text
 
+#: families whose configs may leave the inner size to be four times the width
+FOUR_TIMES = {"gpt2", "bloom", "falcon", "gpt_neox", "gptj", "gpt_bigcode"}
+#: families with two attentions and dense blocks a layer, whose configs may count both (LongCat)
+TWO_A_LAYER = {"longcat_flash", "longcat_flash_ngram"}
 #: names of a model's width
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 
@@ -145,6 +149,8 @@ def depth_of(f: Fields) -> int:
     """Decoder layers."""
     if f.get("model_kind") == "nemotron_h":
         return len(nemotron_letters(f))
+    if f.get("model_kind") in TWO_A_LAYER:
+        return f.layer_count("num_layers", "num_hidden_layers")
     return f.layer_count("num_hidden_layers", "n_layer", "decoder_layers", "num_layers")
 
 
@@ -225,7 +231,7 @@ def feed_forward(model: Model, f: Fields, has: Architecture) -> list[Part]:
         letters = nemotron_letters(f)
         plain = letters.count("-") * dense(f, has, width, 0) if "-" in letters else []
         return plain + (letters.count("E") * experts(f, has, width) if "E" in letters else [])
-    if kind == "longcat_flash":
+    if kind in TWO_A_LAYER:
         return depth * experts(f, has, width)
     sparse = sparse_layers(f, depth)
     found: list[Part] = []
@@ -265,7 +271,7 @@ def item(f: Fields, names: tuple[str, ...], layer: int) -> int:
 
 def default_inner(f: Fields, width: int) -> int | None:
     """The inner size of families whose configs may leave it to be four times the width."""
-    return 4 * width if f.get("model_kind") in ("gpt2", "bloom", "falcon", "gpt_neox") else None
+    return 4 * width if f.get("model_kind") in FOUR_TIMES else None
 
 
 def experts(f: Fields, has: Architecture, width: int, layer: int = 0) -> list[Part]:
@@ -304,6 +310,9 @@ def sparse_layers(f: Fields, depth: int) -> list[bool]:
     """Which layers have routed experts; every field that says so under the names that configs use."""
     if not f.has(*EXPERT_COUNTS) or f.integer(*EXPERT_COUNTS, least=0) < 2:
         return [False] * depth
+    if isinstance(enumerated := f.get("moe_layers_enum"), str):
+        chosen = {part.strip() for part in enumerated.split(",")}
+        return [str(i) in chosen for i in range(depth)]
     rules: list[Callable[[int], bool]] = []
     kinds = f.listing("mlp_layer_types", length=depth)
     frequency = f.get("moe_layer_freq")

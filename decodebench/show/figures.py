@@ -634,22 +634,6 @@ def engine_coverage(table: pd.DataFrame, title: str, subtitle: str = "") -> Char
     )
 
 
-def engine_steps(latency: pd.DataFrame) -> pd.DataFrame:
-    """One row a model, context and way of admission: seconds of admitting, median of the resident steps."""
-    import pandas as pd
-
-    rows = []
-    for keys, part in latency.groupby(["model", "context", "admission"], sort=False):
-        decode = part.loc[part["phase"] == "decode", "seconds"]
-        rows.append(
-            dict(zip(("model", "context", "admission"), keys))
-            | {"admit_s": part.loc[part["phase"] == "admit", "seconds"].sum()}
-            | {"decode_s": decode.median(), "q1_s": decode.quantile(0.25), "q3_s": decode.quantile(0.75)}
-            | {"steps": len(decode)}
-        )
-    return pd.DataFrame(rows)
-
-
 # -- floors and published figures --------------------------------------------------------------------
 
 

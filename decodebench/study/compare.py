@@ -60,12 +60,13 @@ def compare(
 
     a, b = (read(side) if isinstance(side, str | Path) else side for side in (a, b))
     again = read(again) if isinstance(again, str | Path) else again
-    unknown = set(across) - set(AXES) - {"machine"}
+    axes = list(dict.fromkeys([*a.attrs.get("axes", AXES), *b.attrs.get("axes", AXES)]))
+    unknown = set(across) - set(axes) - {"machine"}
     if unknown:
         raise SweepError(
-            f"across: unknown setting {sorted(unknown)[0]!r}; known are machine, {', '.join(AXES)}"
+            f"across: unknown setting {sorted(unknown)[0]!r}; known are machine, {', '.join(axes)}"
         )
-    keys = [axis for axis in AXES if axis not in across]
+    keys = [axis for axis in axes if axis not in across]
     sides = [_by_key(side, keys, name) for side, name in ((a, "first"), (b, "second"))]
     repeated = {} if again is None else _by_key(again, keys, "repeated")
     common = [key for key in sides[0] if key in sides[1]]
@@ -123,7 +124,7 @@ def _told_apart(before: dict, again: dict | None, after: dict, metric: str) -> t
     """Whether two values differ for a reason, and why that can or cannot be said."""
     if metric not in TIMED:
         return bool(before[metric] != after[metric]), "exact"
-    if metric == "fill_seconds" or not (before["q1_s"] and after["q1_s"]):
+    if metric == "fill_seconds" or not (before.get("q1_s") and after.get("q1_s")):
         return None, "one sample, no spread"
     low, high = _ratio_spread(before, after, metric)
     if low <= 1 <= high:
@@ -139,7 +140,7 @@ def _told_apart(before: dict, again: dict | None, after: dict, metric: str) -> t
 def _by_key(frame, keys: Sequence[str], name: str) -> dict[tuple, dict]:
     found: dict[tuple, dict] = {}
     for row in frame.astype(object).where(frame.notna(), None).to_dict("records"):
-        key = tuple(row[axis] for axis in keys)
+        key = tuple(row.get(axis) for axis in keys)
         if key in found:
             raise SweepError(
                 f"the {name} sweep has several rows that differ only in what is compared across: keep "
@@ -178,6 +179,8 @@ def _refuse_different_machines(a, b) -> None:
 
 def _machines(frame) -> set[str]:
     """Machines that rows with a latency ran on: the row's own where a cluster ran it, else its run's."""
+    if "median_s" not in frame:
+        return set()
     timed = frame[frame["median_s"].notna()]
     nodes = timed["node"] if "node" in timed else timed["run"].isna()
     of_run = {
@@ -192,7 +195,7 @@ def _machines(frame) -> set[str]:
 
 def _ratio_spread(before: dict, after: dict, metric: str) -> tuple[float, float]:
     """Smallest and largest ratio that the quartiles of a latency allow; exact values have no spread."""
-    if metric in ("median_s", "gb_per_s", "limit_share") and before["q1_s"] and after["q1_s"]:
+    if metric in ("median_s", "gb_per_s", "limit_share") and before.get("q1_s") and after.get("q1_s"):
         low, high = after["q1_s"] / before["q3_s"], after["q3_s"] / before["q1_s"]
         if metric == "median_s":
             return low, high

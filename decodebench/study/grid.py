@@ -17,10 +17,15 @@ from decodebench.errors import DecodebenchError
 from decodebench.layout.pool import BlockError, parse_lengths
 from decodebench.measure.journal import SCHEMA_VERSION
 
-#: how far a case goes, each level including those before it; traffic goes on from the layout alone
-MEASURES = ("layout", "coverage", "audit", "decode", "traffic")
+#: how far a case goes, each level including those before it; traffic goes on from the layout alone, and an
+#: engine stands alone
+MEASURES = ("layout", "coverage", "audit", "decode", "traffic", "engine")
 #: what the connector writes
 VALUES = ("constant", "normal", "zeros", "unfilled")
+#: how an engine comes by the cache of its prompts
+ADMISSIONS = ("grouped fill", "built-in fill", "real prefill")
+#: what an engine's connector compares: block ids, or bytes
+ENGINE_AUDITS = ("plan", "bytes")
 
 
 class SweepError(DecodebenchError):
@@ -36,7 +41,7 @@ class Case:
     #: fields of the config.json to change, as JSON: {"num_key_value_heads": 2}
     hf_overrides: str | None = None
     #: how far to go: "layout" (arithmetic), "coverage" (block ids), "audit" (bytes), "decode" (latency), or
-    #: "traffic" (requests simulated on the layout)
+    #: "traffic" (requests simulated on the layout), or "engine" (the whole model in the vLLM installed here)
     measure: str = "coverage"
     #: memory the layout is planned for, in bytes or with a unit
     memory: str = "8GiB"
@@ -88,6 +93,24 @@ class Case:
     #: limits of goodput in seconds: first token, further tokens; null: none
     ttft_limit: float | None = None
     tpot_limit: float | None = None
+    #: for "engine": how prompts get their cache, "grouped fill", "built-in fill" or "real prefill"
+    admission: str = "grouped fill"
+    #: what the connector compares before the first step: "plan" (block ids) or "bytes" (reads them back)
+    engine_audit: str = "plan"
+    #: steps that are timed once every request decodes
+    decode_steps: int = 32
+    #: weights: "dummy" (random), "auto" (the checkpoint's) …
+    load_format: str = "dummy"
+    #: tokens that CPU attention takes at once; null: its own choice
+    kernel_block: int | None = None
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    #: further engine arguments as JSON: {"enforce_eager": true}
+    engine: str | None = None
+    #: address of a running OpenAI-compatible server to measure instead: http://host:8000
+    server: str | None = None
+    #: seconds after which an engine is killed
+    time_limit: float = 1800.0
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -98,8 +121,10 @@ class Case:
     def case_id(self) -> str:
         """A name made of the case's content and, for a config of the user's own, the file's content."""
         content = {"schema": SCHEMA_VERSION} | asdict(self)
-        if self.measure != "traffic":  # these mean nothing to it, and came later
-            content = {name: value for name, value in content.items() if name not in TRAFFIC_AXES}
+        # axes of other measures mean nothing to it, and came later
+        foreign = {name for measure, names in OWN_AXES.items() if measure != self.measure for name in names}
+        foreign -= set(OWN_AXES.get(self.measure, ()))
+        content = {name: value for name, value in content.items() if name not in foreign}
         if Path(self.model).is_file():
             content["model"] = hashlib.sha256(Path(self.model).read_bytes()).hexdigest()
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -107,8 +132,10 @@ class Case:
 
 AXES = tuple(field.name for field in fields(Case))
 
-#: axes of ``traffic`` alone
-TRAFFIC_AXES = AXES[AXES.index("trace") :]
+#: axes of ``traffic`` alone, and of ``engine``, which has a machine as well
+TRAFFIC_AXES = AXES[AXES.index("trace") : AXES.index("admission")]
+ENGINE_AXES = AXES[AXES.index("admission") :]
+OWN_AXES = {"traffic": TRAFFIC_AXES, "engine": ("machine", *ENGINE_AXES)}
 
 
 def parse_context(text: str | int) -> tuple[int, ...]:
@@ -182,8 +209,9 @@ _TYPES = {
 
 def _case(point: dict) -> Case:
     point = {k: str(v) if k in ("context", "memory") and type(v) is int else v for k, v in point.items()}
-    if isinstance(point.get("hf_overrides"), Mapping):
-        point["hf_overrides"] = json.dumps(point["hf_overrides"], sort_keys=True)
+    for table in ("hf_overrides", "engine"):
+        if isinstance(point.get(table), Mapping):
+            point[table] = json.dumps(point[table], sort_keys=True)
     point["model"] = str(point["model"]) if isinstance(point["model"], Path) else point["model"]
     for field in fields(Case):
         value = point.get(field.name, field.default)
@@ -197,12 +225,23 @@ def _case(point: dict) -> Case:
     case = Case(**point)
     if case.measure not in MEASURES:
         raise SweepError(f"measure {case.measure!r}: choose {', '.join(MEASURES)}")
-    if case.values not in VALUES:
-        raise SweepError(f"values {case.values!r}: choose {', '.join(VALUES)}")
+    for name, known in (("values", VALUES), ("admission", ADMISSIONS), ("engine_audit", ENGINE_AUDITS)):
+        if getattr(case, name) not in known:
+            raise SweepError(f"{name} {getattr(case, name)!r}: choose {', '.join(known)}")
+    _check_table("engine", case.engine)
     lengths = parse_context(case.context)
     case = replace(case, context=case.context.replace(" ", "").replace("_", "").replace("×", "x"))
     # a mix says itself how many requests there are: one case, whatever the batch axis says
     return replace(case, batch=len(lengths)) if "x" in case.context or "+" in case.context else case
+
+
+def _check_table(name: str, text: str | None) -> None:
+    try:
+        known = isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        known = False
+    if not known:
+        raise SweepError(f"{name} {text!r}: a table, or JSON of an object, is expected")
 
 
 _POSITIVE = {
@@ -214,4 +253,9 @@ _POSITIVE = {
     "layers_per_group",
     "requests",
     "max_num_seqs",
+    "decode_steps",
+    "kernel_block",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "time_limit",
 }

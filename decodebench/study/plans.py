@@ -18,7 +18,7 @@ from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.models.fields import read_config
 from decodebench.models.load import DATA, load_model, read_model
 from decodebench.models.model import Model
-from decodebench.study.grid import TRAFFIC_AXES, Case, SweepError
+from decodebench.study.grid import ENGINE_AXES, TRAFFIC_AXES, Case, SweepError
 
 
 def forget() -> None:
@@ -59,6 +59,7 @@ _SHAPELESS = (
     "min_seconds",
     "seed",
     *TRAFFIC_AXES,
+    *ENGINE_AXES,
 )
 
 

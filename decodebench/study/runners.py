@@ -21,11 +21,14 @@ STAGES = {
     "audit": "decodebench.study.stages:audit_stage",
     "decode": "decodebench.study.stages:decode_stage",
     "traffic": "decodebench.study.traffic_stage:traffic_stage",
+    "engine": "decodebench.study.engine_stage:engine_stage",
 }
 
 
 def stages_of(measure: str) -> tuple[str, ...]:
     """The measures whose stages a case runs, in order."""
+    if measure == "engine":  # its layout is the engine's own
+        return ("engine",)
     return ("layout", "traffic") if measure == "traffic" else MEASURES[: MEASURES.index(measure) + 1]
 
 

@@ -28,7 +28,7 @@ class Column:
 _AXIS_MEANINGS = {
     "model": "a known name (decodebench models lists them) or the path of a config.json",
     "hf_overrides": "fields of the config.json to change, as a table or JSON",
-    "measure": "how far the case goes: layout (arithmetic), coverage (block ids), audit (bytes), decode (latency)",
+    "measure": "layout (arithmetic), coverage (block ids), audit (bytes), decode (latency); traffic; engine",
     "memory": "KV cache planned for, without weights: bytes, or a number with a unit",
     "block_size": "tokens a block; empty: vLLM's choice",
     "grouping": "auto, hybrid, packed, promoted, separate, fixed(k), per_layer",
@@ -58,6 +58,16 @@ _AXIS_MEANINGS = {
     "max_num_seqs": "requests that run at most",
     "ttft_limit": "limit of goodput: first token",
     "tpot_limit": "limit of goodput: each further token",
+    "admission": "how an engine's prompts get their cache: grouped fill, built-in fill, real prefill",
+    "engine_audit": "what the connector compares: plan (block ids) or bytes",
+    "decode_steps": "steps timed once every request decodes",
+    "load_format": "weights: dummy (random), auto (the checkpoint's) …",
+    "kernel_block": "tokens that CPU attention takes at once; empty: its choice",
+    "pipeline_parallel_size": "stages that share the layers",
+    "data_parallel_size": "replicas that share the requests",
+    "engine": "further engine arguments, as a table or JSON",
+    "server": "address of a running server to measure; empty: an engine of the case's own",
+    "time_limit": "an engine is killed after so long",
 }
 
 
@@ -78,6 +88,10 @@ _AXIS_DTYPES = {
     "max_num_seqs": "Int64",
     "ttft_limit": "Float64",
     "tpot_limit": "Float64",
+    **dict.fromkeys(
+        ("decode_steps", "kernel_block", "pipeline_parallel_size", "data_parallel_size"), "Int64"
+    ),
+    "time_limit": "Float64",
 }
 
 
@@ -93,6 +107,8 @@ _AXIS_UNITS = {
     "max_num_seqs": "requests",
     "ttft_limit": "s",
     "tpot_limit": "s",
+    "kernel_block": "tokens",
+    "time_limit": "s",
 }
 
 
@@ -155,7 +171,12 @@ COLUMNS: dict[str, Column] = {
     "fill_seconds": Column("Float64", "s", "time the fill took", "audit"),
     "fill_bytes": Column("Int64", "bytes", "bytes the fill wrote", "audit"),
     # decode
-    "median_s": Column("Float64", "s", "median of one decode step, attention and state work only", "decode"),
+    "median_s": Column(
+        "Float64",
+        "s",
+        "median of one decode step: attention and state work only; in an engine all of it",
+        "decode",
+    ),
     "q1_s": Column("Float64", "s", "first quartile", "decode"),
     "q3_s": Column("Float64", "s", "third quartile", "decode"),
     "p10_s": Column("Float64", "s", "10th percentile", "decode"),
@@ -172,6 +193,24 @@ COLUMNS: dict[str, Column] = {
     "backend_used": Column("string", "", "implementation that ran", "decode"),
     "clock": Column("string", "", "how time was taken", "decode"),
     "notes": Column("string", "", "fallbacks taken, and what limits the measurement", "decode"),
+    # engine
+    "admit_s": Column(
+        "Float64", "s", "all steps until every request decodes: filling or computing", "engine"
+    ),
+    "admit_steps": Column("Int64", "", "how many steps these were", "engine"),
+    "tokens_per_second": Column(
+        "Float64", "tokens/s", "requests over the median of the resident steps", "engine"
+    ),
+    "floor_s": Column(
+        "Float64", "s", "what no engine can beat on that machine, for the middle step", "engine"
+    ),
+    "floor_share": Column("Float64", "share", "of the median that the floor is", "engine"),
+    "floor_verdict": Column("string", "", "impossible, near the limit or possible", "engine"),
+    "floor_binds": Column("string", "", "what the floor is made of mostly", "engine"),
+    "floor_machine": Column("string", "", "whose floor it is: on a CPU the one measured here", "engine"),
+    "plan_equal": Column("boolean", "", "the plan is the engine's own layout", "engine"),
+    "plan_difference": Column("string", "", "the first thing in which it is not", "engine"),
+    "engine_used": Column("string", "", "release, dtype, and whether steps were compiled", "engine"),
     # traffic
     "finished": Column("Int64", "requests", "requests served to their end", "traffic"),
     "refused_requests": Column("Int64", "requests", "requests the layout never serves", "traffic"),

@@ -52,6 +52,8 @@ _MODULE_OF = {
     "prompts": "launch",
     "layout_of": "translate",
     "layout_of_engine": "translate",
+    "plan_of_engine": "planned",
+    "first_difference": "planned",
     "measure_decode": "measure",
     "summary": "measure",
     "read_study": "real_engine",

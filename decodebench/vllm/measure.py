@@ -100,11 +100,11 @@ def _batches(llm, admission: str, batches: list[list[int]], steps: int) -> list[
                 f"a context of {max(lengths):,} tokens and {steps} steps exceed the engine's {longest:,}: "
                 "raise max_model_len"
             )
-    _run(llm, [min(min(lengths) for lengths in batches)], 2)  # kernels and pages are touched once before
+    run_batch(llm, [min(min(lengths) for lengths in batches)], 2)  # kernels and pages are touched once before
     for lengths in batches:
         same = len(set(lengths)) == 1
         context = f"{lengths[0]:,}" if same else f"{min(lengths):,} to {max(lengths):,}"
-        for step, (phase, seconds) in enumerate(_run(llm, lengths, steps)):
+        for step, (phase, seconds) in enumerate(run_batch(llm, lengths, steps)):
             rows.append(
                 {
                     "admission": admission,
@@ -118,8 +118,8 @@ def _batches(llm, admission: str, batches: list[list[int]], steps: int) -> list[
     return rows
 
 
-def _run(llm, lengths: list[int], steps: int) -> list[tuple[str, float]]:
-    """(phase, seconds) of each engine step of one batch."""
+def run_batch(llm, lengths: Sequence[int], steps: int) -> list[tuple[str, float]]:
+    """(phase, seconds) of each engine step of one batch: "admit" until every request decodes, then "decode"."""
     from vllm import SamplingParams
 
     core = llm.llm_engine

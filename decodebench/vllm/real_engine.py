@@ -1,14 +1,14 @@
 """The stored result behind "The real engine": our connector beside the built-in one on four tiny models.
 
-    python -m decodebench.vllm.real_engine --out data/results/real-engine.json
+    python -m decodebench.vllm.real_engine --out data/results/real-engine
 
-A few minutes on two cores. Reading it back (``read``) needs no vLLM.
+A few minutes on two cores. Its rows are a result folder's: ``db.sweep.read`` and
+``compare`` take them, and reading them back (``read_study``) needs no vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decodebench.measure.journal import columns_of, read_folder, store, to_frame
 from decodebench.measure.provenance import provenance
 from decodebench.shipped import shipped
 from decodebench.vllm.audit_files import audit
@@ -25,7 +26,10 @@ from decodebench.vllm.measure import measure_decode
 if TYPE_CHECKING:
     import pandas
 
-STORED = shipped("data/results/real-engine.json")
+STORED = shipped("data/results/real-engine")
+
+#: columns that say what a row is about; the others say what was found
+AXES = ("what", "model", "setting", "connector", "group", "kind", "admission", "context", "batch")
 
 #: tokens of the prompts sent at once, in blocks of 128: several blocks; one and eight blocks and a token,
 #: whose step opens a block; one block and two tokens
@@ -47,20 +51,25 @@ LATENCY: dict[str, Any] = {"contexts": (500, 2000), "batch": 4, "steps": 24}
 
 @dataclass(frozen=True)
 class Study:
-    """``coverage``: one row a model, setting, connector and group. ``latency``: one row an engine step."""
+    """``coverage``: one row a model, setting, connector and group; ``latency``: one a model, context and admission.
+
+    ``provenance``: the runs that made the rows, the newest last.
+    """
 
     coverage: pandas.DataFrame
     latency: pandas.DataFrame
-    provenance: dict
+    provenance: list[dict]
 
 
-def read_study(path: str | Path = STORED) -> Study:
-    """A stored study (the repository's by default)."""
-    import pandas
-
-    stored = json.loads(Path(path).read_text())
-    steps = pandas.DataFrame(stored["latency"])
-    return Study(pandas.DataFrame(stored["coverage"]), steps, stored["provenance"])
+def read_study(folder: str | Path = STORED) -> Study:
+    """A stored study (the repository's by default). Raises ``JournalError`` where the folder holds none."""
+    rows, runs = read_folder(folder)
+    frame = to_frame(rows.values(), columns_of(runs) or {})
+    tables = []
+    for what in ("coverage", "step"):
+        part = frame[frame["what"] == what].reset_index(drop=True)
+        tables.append(part.dropna(axis="columns", how="all").drop(columns=["case_id", "what", "run"]))
+    return Study(tables[0], tables[1], [runs[number] for number in sorted(set(frame["run"]))])
 
 
 def coverage(
@@ -85,13 +94,27 @@ def coverage(
 
 
 def latency(models: Iterable[str] = TINY) -> list[dict]:
-    """Engine step times, one record a step; real prefill and the built-in connector beside ours."""
+    """Engine step times, one record a model, context and admission; real prefill and the built-in beside ours."""
     records = []
     for model in models:
         frame = measure_decode(model, **LATENCY)
-        records += [{"model": model, **row} for row in frame.to_dict("records")]
+        records += [{"model": model, **row} for row in step_rows(frame)]
         print(f"{model}: {len(frame)} steps timed", flush=True)
     return records
+
+
+def step_rows(frame: pandas.DataFrame) -> list[dict]:
+    """``measure_decode``'s steps as rows: seconds of admitting, median and quartiles of the resident steps."""
+    rows = []
+    for keys, part in frame.groupby(["admission", "context", "batch"], sort=False):
+        decode = part.loc[part["phase"] == "decode", "seconds"]
+        rows.append(
+            dict(zip(("admission", "context", "batch"), keys))
+            | {"admit_s": part.loc[part["phase"] == "admit", "seconds"].sum()}
+            | {"median_s": decode.median(), "q1_s": decode.quantile(0.25), "q3_s": decode.quantile(0.75)}
+            | {"steps": len(decode)}
+        )
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -104,7 +127,6 @@ def main(arguments: list[str] | None = None) -> None:
         "--coverage-only", action="store_true", help="keep the stored step times, which want a quiet machine"
     )
     asked = parser.parse_args(arguments)
-    out = asked.out
     prepare_process()
     import torch
     import vllm
@@ -115,31 +137,16 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {
         "vllm": vllm.__version__,
         "lengths": LENGTHS,
-        "latency": LATENCY,
         "threads": 1,
         "fill": "normal, mean 0.015, std 0.02 (ours); 0.015 (built-in)",
         "note": "tiny models with dummy weights on a CPU: step times say nothing about a GPU's",
     }
-    if asked.coverage_only:
-        kept = json.loads(STORED.read_text())
-        stored = kept["provenance"]
-        # step times are those of the run that measured them last
-        settings["latency_of"] = stored["settings"].get("latency_of") or {
-            name: stored[name] for name in ("commit", "date") if name in stored
-        }
-        settings["latency"] = stored["settings"]["latency"]
-    result: dict[str, Any] = {"provenance": provenance(settings, seed=0), "coverage": coverage()}
-    result["latency"] = kept["latency"] if asked.coverage_only else latency()
-    for row in result["latency"]:
-        row["seconds"] = round(row["seconds"], 7)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # one line a record, so that a new result reads as a difference
-    tables = [
-        f'"{name}": [\n' + ",\n".join(map(json.dumps, result[name])) + "\n]"
-        for name in ("coverage", "latency")
-    ]
-    out.write_text(",\n".join([f'{{"provenance": {json.dumps(result["provenance"])}', *tables]) + "}\n")
-    print(f"written: {out}")
+    rows = [{"what": "coverage", **row} for row in coverage()]
+    if not asked.coverage_only:
+        settings["latency"] = LATENCY
+        rows += [{"what": "step", **row} for row in latency()]
+    store(asked.out, rows, AXES, provenance(settings, seed=0))
+    print(f"written: {asked.out}")
 
 
 if __name__ == "__main__":

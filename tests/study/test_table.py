@@ -5,7 +5,9 @@ import pytest
 from decodebench.measure.journal import JournalError, store
 from decodebench.measure.provenance import provenance
 from decodebench.study import sweep
+from decodebench.study.grid import SweepError
 from decodebench.study.latency_table import latency_table
+from decodebench.vllm.real_engine import STORED, read_study
 
 ROWS = [
     {"case": "contiguous", "values": "constant", "gb_per_s": 40.5, "repeats": 7, "ok": True, "note": None},
@@ -52,3 +54,16 @@ def test_the_latency_table_stores_its_rows(tmp_path):
     assert list(stored["median_s"]) == list(table["median_s"]) and {"block_size", "kind"} <= {
         *stored.attrs["axes"]
     }
+
+
+def test_the_stored_study_of_engines_is_rows_like_any_others():
+    """Two runs in one folder: step times are those of the run that measured them last."""
+    study = read_study()
+    assert set(study.coverage["connector"]) == {"grouped (ours)", "built-in"} and len(study.latency) == 24
+    assert (study.latency["q1_s"] <= study.latency["q3_s"]).all() and len(study.provenance) == 2
+    table = sweep.read(STORED)
+    assert len(table) == len(study.coverage) + len(study.latency)
+    same = sweep.compare(STORED, STORED)
+    assert (same["ratio"].dropna() == 1).all() and {"coverage", "median_s"} == set(same["metric"])
+    with pytest.raises(SweepError, match="unknown setting 'device'; known are machine, what, model, setting"):
+        sweep.compare(STORED, STORED, across=("device",))
