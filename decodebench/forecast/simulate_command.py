@@ -10,6 +10,7 @@ from decodebench.forecast.simulate import POLICIES, Settings, Simulation, compar
 from decodebench.forecast.step_costs import step_floor
 from decodebench.forecast.traces import list_traces, read_traffic
 from decodebench.forecast.traffic import ARRIVALS, Traffic, synthetic_traffic
+from decodebench.forecast.weights import guessed
 from decodebench.layout.plan import DEFAULT_MEMORY, plan
 from decodebench.models.load import load_model
 from decodebench.models.options import KV_CACHE_DTYPES, STATE_DTYPES
@@ -146,7 +147,9 @@ def simulate_command(arguments: argparse.Namespace) -> int:
     limits = (arguments.ttft, arguments.tpot)
     if arguments.json:
         rows = [
-            {"grouping": one.name} | one.simulation.facts(*limits) | {"refusals": one.simulation.refused}
+            {"grouping": one.name, "reading": guessed(model)}
+            | one.simulation.facts(*limits)
+            | {"refusals": one.simulation.refused}
             for one in served
         ]
         print(json.dumps({"traffic": traffic.name, "dropped": traffic.dropped, "rows": rows}, indent=1))

@@ -56,6 +56,15 @@ def parameters(model) -> dict[str, int]:
     return {role: counts[role] for role in ROLES if role in counts}
 
 
+def guessed(model: Model) -> str | None:
+    """What a count of this model's parameters or of its cache rests on, where that is a guess; None where not."""
+    f, _ = fields_of(model)
+    kind = f.get("model_kind")
+    plain = f"no line describes the parameters of model_type {model.model_type!r}: counted as a plain transformer's"
+    found = [model.reading, None if kind in ARCHITECTURES else plain]
+    return "; ".join(text for text in found if text) or None
+
+
 def add_up(found: list[Part]) -> tuple[Part, ...]:
     """Parts that differ in their size alone as one."""
     together: dict[tuple, Part] = {}

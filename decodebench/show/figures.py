@@ -13,7 +13,7 @@ from matplotlib.path import Path as Outline
 
 from decodebench.cache.faults import FAULTS
 from decodebench.show.cells import note
-from decodebench.show.charts import bar_panels, bars, lines, value_of
+from decodebench.show.charts import bar_panels, bars, lines, says_guesses, value_of
 from decodebench.show.look import (
     BLUE,
     EMPTY,
@@ -236,6 +236,7 @@ def each_layout_once(table):
 
 def or_a_sentence(function):
     """A figure of measured rows; where there are none, a sentence that says so and why."""
+    figure_of = says_guesses(function)
 
     @wraps(function)
     def wrapper(table, *args, **kwargs):
@@ -246,7 +247,7 @@ def or_a_sentence(function):
             )
         if not len(table):
             return note("No figure here: no case was asked for.")
-        return function(table, *args, **kwargs)
+        return figure_of(table, *args, **kwargs)
 
     return wrapper
 

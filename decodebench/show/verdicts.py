@@ -82,6 +82,7 @@ def model(layout: Layout, context: int, with_fault: float, without: float) -> An
     return (
         f"{short(layout.model.name)}: {counted(groups, 'group')}, {fits.concurrency:,.1f} requests of "
         f"{counted(length, 'token')} in {bytes_text(layout.budget)} of KV cache (weights not counted); {filled}."
+        + (f" Note: {layout.model.reading}." if layout.model.reading else "")
     ), without == 1
 
 
