@@ -1,4 +1,4 @@
-"""A generic reading is said wherever a figure of it stands: charts, alt text, the explorer, the verdict, forecasts."""
+"""A generic reading is said wherever a figure of it stands: charts, alt text, explorer, verdict, forecasts."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import decodebench as db  # noqa: E402
-from decodebench.forecast.bound import bound  # noqa: E402
-from decodebench.forecast.judge import judge  # noqa: E402
-from decodebench.show import explorer, figures, verdicts  # noqa: E402
+import decodebench as db
+from decodebench.forecast.bound import bound
+from decodebench.forecast.judge import judge
+from decodebench.show import explorer, figures, verdicts
 
 CONFIG = {"model_type": "brand_new", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 256}
 CONFIG |= {"num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000, "index_head_dim": 128}
