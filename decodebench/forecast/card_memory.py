@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
-from decodebench.forecast.architectures import ARCHITECTURES
-from decodebench.forecast.quantization import checkpoint, formats, resident_bytes
-from decodebench.forecast.weights import fields_of, tensors, tied_head
+from decodebench.forecast.quantization import formats, resident_bytes
+from decodebench.forecast.weights import fields_of, not_exact, tensors, tied_head
 from decodebench.layout.card_memory import UTILIZATION, CardMemory, checked
 from decodebench.layout.plan import parse_memories, parse_memory
 from decodebench.layout.stages import partition
@@ -29,13 +28,13 @@ def stage_weights(
     Raises ``OptionError`` where a family's parameters are not known.
     """
     f, has = fields_of(model)
-    if f.get("model_kind") not in ARCHITECTURES:
+    if not_exact(model):
         raise OptionError(
             f"gpu_memory: the weights of model_type {model.model_type!r} are not known: give --weights with "
             "their bytes on one rank"
         )
     dtype = model.dtype if options.dtype == "auto" else options.dtype
-    numbers = formats(checkpoint(model), dtype, quantization)
+    numbers = formats(model.config, dtype, quantization)
     tp, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     ends = {"embedding": 0.0, "head": 0.0}
     between = 0.0

@@ -10,7 +10,6 @@ from decodebench.forecast.simulate import POLICIES, Settings, Simulation, compar
 from decodebench.forecast.step_costs import step_floor
 from decodebench.forecast.traces import list_traces, read_traffic
 from decodebench.forecast.traffic import ARRIVALS, Traffic, synthetic_traffic
-from decodebench.forecast.weights import guessed
 from decodebench.layout.plan import DEFAULT_MEMORY, plan
 from decodebench.models.load import load_model
 from decodebench.models.options import KV_CACHE_DTYPES, STATE_DTYPES
@@ -147,7 +146,7 @@ def simulate_command(arguments: argparse.Namespace) -> int:
     limits = (arguments.ttft, arguments.tpot)
     if arguments.json:
         rows = [
-            {"grouping": one.name, "reading": guessed(model)}
+            {"grouping": one.name, "reading": model.reading}
             | one.simulation.facts(*limits)
             | {"refusals": one.simulation.refused}
             for one in served

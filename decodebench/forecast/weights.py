@@ -56,15 +56,6 @@ def parameters(model) -> dict[str, int]:
     return {role: counts[role] for role in ROLES if role in counts}
 
 
-def guessed(model: Model) -> str | None:
-    """What a count of this model's parameters or of its cache rests on, where that is a guess; None where not."""
-    f, _ = fields_of(model)
-    kind = f.get("model_kind")
-    plain = f"no line describes the parameters of model_type {model.model_type!r}: counted as a plain transformer's"
-    found = [model.reading, None if kind in ARCHITECTURES else plain]
-    return "; ".join(text for text in found if text) or None
-
-
 def add_up(found: list[Part]) -> tuple[Part, ...]:
     """Parts that differ in their size alone as one."""
     together: dict[tuple, Part] = {}
@@ -92,6 +83,14 @@ def fields_of(model: Model) -> tuple[Fields, Architecture]:
     if tied is not None:
         defaults["tie_word_embeddings"] = tied
     return f.with_defaults({"model_kind": kind} | defaults), has
+
+
+def not_exact(model: Model) -> str | None:
+    """Why a model's parameters are an estimate, in one sentence; None where its family's tensors are known."""
+    kind = fields_of(model)[0].get("model_kind")
+    if kind in ARCHITECTURES:
+        return None
+    return f"weights are an estimate: of {model.model_type} the tensors beside its cache are not known"
 
 
 def on(f: Fields, flag: Flag) -> bool:

@@ -146,8 +146,8 @@ class CacheOptions:
 
         A step is under way in every stage of a pipeline, and one more where the scheduler runs ahead.
         """
-        assert self.max_num_batched_tokens is not None
-        return self.max_num_batched_tokens * (self.pipeline_parallel_size + self.async_scheduling)
+        tokens = self.max_num_batched_tokens or DEVICES[self.device].batched_tokens
+        return tokens * (self.pipeline_parallel_size + self.async_scheduling)
 
     @classmethod
     def of(cls, options: dict) -> CacheOptions:
