@@ -84,6 +84,12 @@ def notes(layout: Placed) -> list[str]:
         and (stumbles := doubt(r.kv_cache_dtype, r.device, layout.model.layers))
     ):
         found.append(f"note: {stumbles}")
+    attends = layout.model is not None and not layout.model.attention_free
+    if o is not None and o.enable_prefix_caching is not False and attends:
+        found.append(
+            "a benchmark that repeats its prompts (its seed) measures the prefix cache from "
+            f"{ceilings(layout).reuse_tokens:,} tokens on: change the seed, or --no-enable-prefix-caching"
+        )
     if r is None or r.block_size % r.kernel_block_size == 0:
         return found
     found.append(
