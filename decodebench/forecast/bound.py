@@ -181,7 +181,13 @@ class Bound:
             spent = sum(self.parts[load.part] for load in rest)
             moved, work = sum(x.bytes + x.sent for x in rest), sum(x.operations for x in rest)
             table.append(self._cells(f"{len(rest)} other parts", moved, work, spent, total))
-        return [head, floor, *columns(table), self._last_line()]
+        said = [f"note: {self.guess}"] if self.guess else []
+        return [head, floor, *columns(table), *said, self._last_line()]
+
+    @cached_property
+    def guess(self) -> str | None:
+        """What the bound rests on where no reader knows the model; None where one does."""
+        return self.deployment.model.reading if self.deployment else None
 
     @property
     def requests_text(self) -> str:
@@ -220,6 +226,7 @@ class Bound:
             for load in self.loads
         )
         head, floor, *_, last = self.lines()
+        last += f"; {self.guess}" if self.guess else ""
         return (
             f"<p><b>{escape(head)}</b><br>{escape(floor)}</p><table><thead><tr><th>part</th><th>bytes</th>"
             f"<th>operations</th><th>at least</th></tr></thead><tbody>{rows}</tbody></table><p>{escape(last)}</p>"
@@ -229,6 +236,7 @@ class Bound:
         """Everything as plain numbers, seconds and bytes."""
         return {
             "model": self.model,
+            "reading": self.guess,
             "machine": self.machine.name,
             "batch": self.batch,
             "context": self.context,
@@ -350,7 +358,9 @@ class Bounds:
         )
         rows = [heading, *(self._row(case) for case in self.cases)]
         first = self.cases[0]
-        return "\n".join([f"{first.model} on {first.machine.title} × {first.ranks}", *columns(rows, left=())])
+        said = [f"note: {first.guess}"] if first.guess else []
+        head = f"{first.model} on {first.machine.title} × {first.ranks}"
+        return "\n".join([head, *said, *columns(rows, left=())])
 
     @staticmethod
     def _row(case: Bound) -> tuple[str, ...]:
@@ -374,6 +384,7 @@ class Bounds:
             [
                 {
                     "model": case.model,
+                    "reading": case.guess,
                     "machine": case.machine.name,
                     "batch": case.batch,
                     "context": int(case.context) if case.context.isdigit() else case.context,

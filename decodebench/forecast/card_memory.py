@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
-from decodebench.forecast.architectures import ARCHITECTURES
 from decodebench.forecast.quantization import formats
-from decodebench.forecast.weights import fields_of, resident, tensors, tied_head
+from decodebench.forecast.weights import fields_of, not_exact, resident, tensors, tied_head
 from decodebench.layout.card_memory import UTILIZATION, CardMemory, checked
 from decodebench.layout.plan import parse_memories, parse_memory
 from decodebench.layout.stages import partition
@@ -29,7 +28,7 @@ def stage_weights(
     Raises ``OptionError`` where a family's parameters are not known.
     """
     f, has = fields_of(model)
-    if f.get("model_kind") not in ARCHITECTURES:
+    if not_exact(model):
         raise OptionError(
             f"gpu_memory: the weights of model_type {model.model_type!r} are not known: give --weights with "
             "their bytes on one rank"

@@ -65,7 +65,8 @@ class Judgement:
             ]
         if self.measured.tokens_per_step > 1:
             lines.append(f"a step gives {self.measured.tokens_per_step:.2f} tokens (speculative decoding)")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.measured.notes)])
+        notes = [*self.measured.notes, *([b.guess] if b.guess else [])]
+        return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
     def to_dict(self) -> dict:
         """The verdict as JSON takes it; seconds a step, the share from 0 to 1 (above: impossible)."""

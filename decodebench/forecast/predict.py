@@ -65,7 +65,8 @@ class Prediction:
             f"floor {seconds_text(self.bound.seconds)}, {share_text(self.share)} of the estimate\n"
             f"{', '.join(terms)}\n"
             f"error on {HELD_OUT[self.held_out]}: median {share_text(self.error['median'])}, nine in ten within "
-            f"{share_text(self.error['p90'])}" + "".join(f"\nnote: {note}" for note in self.notes)
+            f"{share_text(self.error['p90'])}"
+            + "".join(f"\nnote: {note}" for note in (*self.notes, self.bound.guess) if note)
         )
 
     def to_dict(self) -> dict:
@@ -78,6 +79,7 @@ class Prediction:
             "terms": dict(self.terms),
             "error": dict(self.error),
             "held_out": self.held_out,
+            "reading": self.bound.guess,
         }
 
 

@@ -154,6 +154,9 @@ class Recommendation:
             lines.append(f"Recommended:     {_in_short(self.best.facts)}")
         lines += [f"  within noise: {text}" for text in self.noise]
         lines += [f"  no engine offers: {text}" for text in self.unoffered]
+        layout = self.best.simulation.layout if self.best.simulation else None
+        if layout and layout.model and layout.model.reading:
+            lines.append(f"note: {layout.model.reading}")
         return "\n".join([*lines, f"vllm serve … {self.flags}"])
 
 

@@ -553,6 +553,8 @@ class Simulation:
                     + ", ".join(f"p{q} {seconds_text(v)}" for q, v in zip((50, 95, 99), values))
                 )
         lines += [f"  refused: {count:,} {reason}" for reason, count in self.refused.items()]
+        if self.layout.model and self.layout.model.reading:
+            lines.append(f"  note: {self.layout.model.reading}")
         return "\n".join(lines)
 
 

@@ -159,7 +159,9 @@ def simulate_command(arguments: argparse.Namespace) -> int:
     limits = (arguments.ttft, arguments.tpot)
     if arguments.json:
         rows = [
-            {"grouping": one.name} | one.simulation.facts(*limits) | {"refusals": one.simulation.refused}
+            {"grouping": one.name, "reading": model.reading}
+            | one.simulation.facts(*limits)
+            | {"refusals": one.simulation.refused}
             for one in served
         ]
         print(json.dumps({"traffic": traffic.name, "dropped": traffic.dropped, "rows": rows}, indent=1))

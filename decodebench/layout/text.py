@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from decodebench.layout.capacity import capacity, ceilings, log_lines, waste
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.records import Placed
+from decodebench.models.cache_dtypes import doubt
 from decodebench.models.drafters import drafter_text
 from decodebench.words import columns
 
@@ -76,6 +77,18 @@ def notes(layout: Placed) -> list[str]:
         found.append(
             f"kernels and defaults of {r.device}; {o.max_num_batched_tokens:,} batched tokens, "
             f"{o.max_in_flight_tokens:,} in flight"
+        )
+    if (
+        layout.model
+        and r is not None
+        and (stumbles := doubt(r.kv_cache_dtype, r.device, layout.model.layers))
+    ):
+        found.append(f"note: {stumbles}")
+    attends = layout.model is not None and not layout.model.attention_free
+    if o is not None and o.enable_prefix_caching is not False and attends:
+        found.append(
+            "a benchmark that repeats its prompts (its seed) measures the prefix cache from "
+            f"{ceilings(layout).reuse_tokens:,} tokens on: change the seed, or --no-enable-prefix-caching"
         )
     if r is None or r.block_size % r.kernel_block_size == 0:
         return found

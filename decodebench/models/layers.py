@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+from decodebench.models.cache_dtypes import NVFP4, packed_bytes
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.engines import NEWEST, holds
 from decodebench.models.options import KV_CACHE_DTYPES, OptionError
@@ -49,6 +50,8 @@ class Resolved:
     mamba_page_size: int | None = None
     #: the attention block grew beyond what was asked for
     block_size_grew: bool = False
+    #: layers that keep the model's dtype beside a packed cache
+    native_layers: frozenset[str] = frozenset()
     #: the card whose kernels are assumed
     device: str = DEFAULT_DEVICE
     #: the release whose rules hold
@@ -76,23 +79,17 @@ def kv_heads_per_rank(num_kv_heads: int, tp: int, layer: str) -> int:
     return max(1, num_kv_heads // tp)
 
 
-def packed_heads(r: Resolved, kv_heads: int, head_size: int, head_size_v: int) -> dict:
+def packed_heads(r: Resolved, head_size: int, head_size_v: int, layer: str) -> dict:
     """Spec fields of the KV cache dtypes that pack values with their scales, per head and token."""
-    if r.kv_cache_dtype == "nvfp4":
-        # fp4 pairs and one fp8 scale for 16 values, keys and values in slots of their own
-        content = (head_size // 2 + head_size // 16) + (head_size_v // 2 + head_size_v // 16)
-        return {"packed": "nvfp4", "state_content_bytes": content}
-    if r.kv_cache_dtype.endswith("_per_token_head"):
-        shrink = 2 if r.kv_cache_dtype.startswith("int4") else 1
-        content = (
-            head_size // shrink + head_size_v // shrink + 2 * 4
-        )  # a float32 scale for keys and for values
-        return {"packed": r.kv_cache_dtype, "state_content_bytes": content}
     if r.kv_cache_dtype.endswith("_ds_mla"):
         raise OptionError(
             f"kv_cache_dtype = {r.kv_cache_dtype!r}: only latent attention (MLA) packs its cache so"
         )
-    return {}
+    content = packed_bytes(r.kv_cache_dtype, head_size, head_size_v, layer)
+    if content is None:
+        return {}
+    packed = NVFP4[0] if r.kv_cache_dtype in NVFP4 else r.kv_cache_dtype
+    return {"packed": packed, "state_content_bytes": content}
 
 
 #: width of the heads, and tokens of the blocks, of Hopper's kernels for wide heads in fp8
@@ -128,6 +125,8 @@ class AttentionLayer:
     def spec(self, r: Resolved) -> KVCacheSpec:
         """What one rank stores of it; raises ``OptionError`` where heads do not divide or a dtype does not go."""
         self.query_heads(r.tensor_parallel_size)
+        if self.name in r.native_layers:
+            r = replace(r, kv_cache_dtype="auto", value_dtype=r.dtype)
         kv_heads = kv_heads_per_rank(self.num_kv_heads, r.tensor_parallel_size, self.name)
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
         common: dict[str, Any] = {
@@ -137,7 +136,7 @@ class AttentionLayer:
             "dtype": r.value_dtype,
             "kernel_block_tokens": self.kernel_tokens
             or self.wide_tokens(r.kv_cache_dtype, r.device, r.engine),
-            **packed_heads(r, kv_heads, self.head_size, head_size_v),
+            **packed_heads(r, self.head_size, head_size_v, self.name),
         }
         if head_size_v != self.head_size and not holds("two_widths_fp8", r.engine):
             common["dtype"] = r.dtype
@@ -195,7 +194,9 @@ class LatentLayer:
                 f"{self.name} is dense: use auto or fp8"
             )
         packed = PACKED_LATENT_BYTES.get(cache_dtype)
-        if packed is None and packed_heads(replace(r, kv_cache_dtype=cache_dtype), 1, self.head_size, 0):
+        if packed is None and packed_heads(
+            replace(r, kv_cache_dtype=cache_dtype), self.head_size, 0, self.name
+        ):
             raise OptionError(
                 f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): use "
                 "auto, fp8 or fp8_ds_mla"

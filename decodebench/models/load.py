@@ -124,6 +124,7 @@ def read_model(config: Mapping, name: str) -> Model:
             f"{name}: model_type = {model_type!r} only encodes: an engine keeps no cache for it, there is "
             "nothing to plan"
         )
+    _refuse_audio_caches(outer)
     family = FAMILIES.get(TEXT_TYPES.get(model_type, model_type)) or FAMILIES.get(f"{model_type}_text")
     generic = family is None
     family = family or GENERIC
@@ -163,6 +164,22 @@ def read_model(config: Mapping, name: str) -> Model:
         fields_used=tuple(sorted(f.used)),
         **lengths,
     )
+
+
+def _refuse_audio_caches(outer: Fields) -> None:
+    """Raises ``ConfigError`` for models whose audio encoder runs as the audio comes in, and keeps caches too.
+
+    vLLM keeps ``block_pool_size`` entries a token for every layer of such an encoder (Voxtral realtime), which
+    are not planned here: without them the layout of the language model alone would be too large.
+    """
+    audio = outer.values.get("audio_config")
+    audio = audio if isinstance(audio, Mapping) else {}
+    named = f"{outer.values.get('model_type')} {outer.values.get('architectures')}".lower()
+    if audio.get("block_pool_size") or audio.get("is_causal") or "voxtralrealtime" in named.replace("_", ""):
+        raise ConfigError(
+            f"{outer.source}: its audio encoder keeps caches of its own, several entries a token, which are not "
+            "planned: pass the layers' specs by hand, plan({'layer name': SlidingWindowSpec(...), ...}, memory=...)"
+        )
 
 
 #: where multimodal configs keep the language model

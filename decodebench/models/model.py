@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
 
+from decodebench.models.cache_dtypes import ULTRAQUANT, boundary_layers, keeps_boundary, refuse
 from decodebench.models.devices import DEVICES, Device
 from decodebench.models.engines import ENGINES, FIRST_KNOWN, holds, reached
 from decodebench.models.fields import ConfigError, Fields
@@ -14,8 +16,10 @@ from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer,
 from decodebench.models.options import KV_CACHE_DTYPES, CacheOptions, OptionError
 from decodebench.models.specs import AttentionSpec, KVCacheSpec, SlidingWindowSpec, cdiv
 
-#: tokens that TurboQuant's and UltraQuant's kernels take at once
-QUANT_KERNEL_TOKENS = 32
+#: tokens that UltraQuant's kernels take at once
+ULTRAQUANT_KERNEL_TOKENS = 64
+#: tokens that the kernels of layers beside a packed cache take at once
+NATIVE_KERNEL_TOKENS = 16
 #: length assumed where a config gives none
 DEFAULT_MAX_MODEL_LEN = 2048
 #: latent attention beside states: decode kernels want blocks of whole 128 tokens
@@ -162,6 +166,7 @@ class Model:
         kv_cache_dtype = self.kv_cache_dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
         if self.kv_cache_dtype == "fp8_ds_mla" and kv_cache_dtype.startswith("fp8"):
             kv_cache_dtype = "fp8_ds_mla"
+        refuse(kv_cache_dtype, options.device, self.layers)
         device = DEVICES[options.device]
         kernel, latent_kernel = self._kernels(options, kv_cache_dtype)
         block = device.block_size if device.block_size % kernel == 0 else kernel
@@ -183,6 +188,8 @@ class Model:
             engine=options.engine,
             latent_kernel_tokens=latent_kernel,
         )
+        if keeps_boundary(kv_cache_dtype) and not self.has_states:
+            resolved = self._with_boundary(resolved)
         if not self.has_states:
             return resolved
         caching = options.enable_prefix_caching
@@ -200,8 +207,8 @@ class Model:
         """Tokens that the attention kernels take at once, and what latent kernels split larger blocks into."""
         if options.kernel_block_size is not None:
             return options.kernel_block_size, options.kernel_block_size
-        if kv_cache_dtype.startswith(("turboquant_", "ultraquant_")):
-            return QUANT_KERNEL_TOKENS, None
+        if kv_cache_dtype == ULTRAQUANT:
+            return ULTRAQUANT_KERNEL_TOKENS, None
         device = DEVICES[options.device]
         plain = [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
         wide = [layer.wide_tokens(kv_cache_dtype, options.device, options.engine) for layer in plain]
@@ -223,6 +230,21 @@ class Model:
         nets = [layer for layer in states if layer.mixer == "gdn"]
         fit = device.hopper or all(layer.state_size == 128 for layer in nets)
         return bool(nets) and fit and all(layer.exported for layer in states)
+
+    def _with_boundary(self, r: Resolved) -> Resolved:
+        """The layers at both ends keep the model's dtype, and the block grows until it holds their kernel's.
+
+        After vLLM's ``_align_heterogeneous_kv_block_size``, which takes the packed layers' entries for half as
+        wide as the others'.
+        """
+        ends = boundary_layers(self.depth)
+        native = {layer.name for layer in self.layers if int(re.findall(r"\.(\d+)\.", layer.name)[0]) in ends}
+        grain = max(NATIVE_KERNEL_TOKENS, r.block_size)
+        return replace(
+            r,
+            native_layers=frozenset(native),
+            block_size=max(r.block_size, grain * cdiv(2 * NATIVE_KERNEL_TOKENS, grain)),
+        )
 
     def _align(self, r: Resolved) -> Resolved:
         """Grow the attention block until its page holds a state, then pad the state's page to it."""

@@ -25,6 +25,13 @@ KV_CACHE_DTYPES: dict[str, str | None] = {
     "int8_per_token_head": "int8",
     "fp8_per_token_head": "uint8",
     "int4_per_token_head": "uint8",
+    "nvfp4_4over6": "uint8",
+    "turboquant_k8v4": "uint8",
+    "turboquant_4bit_nc": "uint8",
+    "turboquant_k3v4_nc": "uint8",
+    "turboquant_3bit_nc": "uint8",
+    "ultraquant_4bit": "uint8",
+    "fp8_inc": "float8_e4m3fn",
 }
 STATE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 MODEL_DTYPES = ("auto", "bfloat16", "float16", "float32")

@@ -4,7 +4,9 @@ from data.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from math import floor, log2
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,27 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+def says_guesses(function):
+    """A figure of a table whose subtitle and alt text say which models were read generically (``reading``)."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def wrapper(table, *args, **kwargs):
+        asked = signature.bind(table, *args, **kwargs)
+        found = dict.fromkeys(table["reading"].dropna()) if "reading" in table else {}
+        told = "; ".join(str(text) for text in found)
+        subtitle = asked.arguments.get("subtitle", "")
+        if told and told not in subtitle and "subtitle" in signature.parameters:
+            asked.arguments["subtitle"] = "; ".join(filter(None, [subtitle, told]))
+        figure = function(*asked.args, **asked.kwargs)
+        if told and told not in getattr(figure, "alt", told):
+            figure.alt += f" Note: {told}."
+        return figure
+
+    return wrapper
+
+
+@says_guesses
 @styled
 def lines(
     frame: pd.DataFrame,
@@ -101,6 +124,7 @@ def lines(
     return figure
 
 
+@says_guesses
 @styled
 def bars(
     frame: pd.DataFrame,
@@ -172,6 +196,7 @@ def bars(
     return figure
 
 
+@says_guesses
 @styled
 def bar_panels(
     table: pd.DataFrame,

@@ -62,7 +62,9 @@ class View:
         fault = FAULTS[self.choice.fault].name if self.choice.fault else "none"
         choice = self.choice
         asked = f"{counted(choice.requests, 'request')} of {counted(choice.context, 'token')}"
-        return f"{short(choice.model)}, {asked}, fault: {fault}"
+        model = self.layout.model
+        guess = f"; {model.reading}" if model and model.reading else ""
+        return f"{short(choice.model)}, {asked}, fault: {fault}{guess}"
 
 
 def look(choice: Choice) -> View:

@@ -18,7 +18,7 @@ from matplotlib.transforms import Transform
 
 from decodebench.cache.faults import FAULTS
 from decodebench.show.cells import Note, note
-from decodebench.show.charts import bar_panels, bars, lines, value_of
+from decodebench.show.charts import bar_panels, bars, lines, says_guesses, value_of
 from decodebench.show.look import (
     BLUE,
     EMPTY,
@@ -258,6 +258,7 @@ Drawing = Callable[Concatenate["pd.DataFrame", P], Chart | Note]
 
 def or_a_sentence(function: Drawing[P]) -> Drawing[P]:
     """A figure of measured rows; where there are none, a sentence that says so and why."""
+    figure_of = says_guesses(function)
 
     @wraps(function)
     def wrapper(table: pd.DataFrame, *args: P.args, **kwargs: P.kwargs) -> Chart | Note:
@@ -268,7 +269,7 @@ def or_a_sentence(function: Drawing[P]) -> Drawing[P]:
             )
         if not len(table):
             return note("No figure here: no case was asked for.")
-        return function(table, *args, **kwargs)
+        return figure_of(table, *args, **kwargs)
 
     return wrapper
 

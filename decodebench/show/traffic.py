@@ -50,6 +50,8 @@ def rates(table: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
 @styled
 def over_time(found: Simulation, title: str, subtitle: str = "") -> Chart:
     """Memory of the cache by cause, and requests that run and wait, over the simulated time."""
+    model = found.layout.model
+    subtitle = "; ".join(filter(None, [subtitle, model.reading if model else None]))
     figure, (above, below) = chart(
         "traffic-over-time", title, subtitle=subtitle, rows=2, size=(8.2, 5.4), sharex=True
     )

@@ -85,6 +85,7 @@ def model(layout: Layout, context: int, with_fault: float, without: float) -> An
         f"{short(layout.model.name)}: {counted(groups, 'group')}, {fits.concurrency:,.1f} requests of "
         f"{counted(length, 'token')} in {bytes_text(layout.budget)} of KV cache, beside weights of "
         f"{weights_text(layout.model)}; {filled}."
+        + (f" Note: {layout.model.reading}." if layout.model.reading else "")
     ), without == 1
 
 

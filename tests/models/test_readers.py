@@ -191,7 +191,8 @@ def test_packed_formats():
     model = load_model(TINY | {"head_dim": 64})
 
     def entry(dtype):
-        return next(iter(model.layer_specs(CacheOptions(kv_cache_dtype=dtype)).values())).entry_bytes
+        options = CacheOptions(kv_cache_dtype=dtype, device="b200")
+        return next(iter(model.layer_specs(options).values())).entry_bytes
 
     assert entry("nvfp4") == 2 * (32 + 4)
     assert entry("fp8_per_token_head") == 2 * (64 + 4)
