@@ -44,7 +44,7 @@ test-vllm: $(VLLM_VENV)/.ready
 endif
 
 # rooms that must be free of mypy's errors; the others must not gain any
-TYPED := decodebench/models decodebench/layout decodebench/cache decodebench/coverage decodebench/vllm decodebench/show decodebench/forecast
+TYPED := decodebench/models decodebench/layout decodebench/cache decodebench/coverage decodebench/vllm decodebench/show decodebench/forecast decodebench/study
 # not Triton's kernels: the stored table of modelled kernels is of their very text
 TYPED += $(filter-out %/triton_ops.py,$(wildcard decodebench/measure/*.py decodebench/measure/kernels/*.py))
 

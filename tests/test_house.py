@@ -148,7 +148,6 @@ def test_planning_needs_neither_torch_nor_pandas():
 
 #: rooms whose public names all say what they are; "" is the top
 TOLD = {*ROOMS, ""}
-TOLD -= {"show"}  # not held yet: delete this line
 #: (file, function) → why it stays without annotations
 PLAIN = {
     ("measure/kernels/triton_ops.py", "attend"): "the stored table of modelled kernels is of this very text"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.quantization import formats
@@ -67,7 +68,7 @@ def card_memory(
     weights: int | str | None = None,
     other: int | str | None = None,
     quantization: str | Mapping | None = "auto",
-    **options,
+    **options: Any,
 ) -> tuple[CardMemory, ...]:
     """What the cards leave to the cache, a ``CardMemory`` a rank (a stage, where all cards are alike).
 

@@ -8,7 +8,7 @@ from decodebench.forecast import parts as blocks
 from decodebench.forecast.parts import Part, linear, mlp
 from decodebench.models.attention import read_pangu_sink, read_step3p5
 from decodebench.models.fields import Fields
-from decodebench.models.layers import LatentLayer
+from decodebench.models.layers import AttentionLayer, LatentLayer
 
 #: the smallest number of tokens that DeepSeek-V4 compresses into one entry, with overlapping windows
 OVERLAPPING = 4
@@ -190,13 +190,13 @@ def step3p5(f: Fields) -> list[Part]:
     """An output gate of one number a head, where the config asks for it; layers may differ in heads."""
     if not f.get("use_head_wise_attn_gate", default=False):
         return []
-    heads = sum(layer.num_heads for layer in read_step3p5(f, ""))
+    heads = sum(layer.query_heads() for layer in read_step3p5(f, ""))
     return [Part("attention", heads * f.integer("hidden_size"))]
 
 
 def pangu_sinks(f: Fields) -> list[Part]:
     """Learned keys and values that every request reads, and a norm of the keys alone."""
-    layers = read_pangu_sink(f, "")
+    layers = [layer for layer in read_pangu_sink(f, "") if isinstance(layer, AttentionLayer)]
     size, values = layers[0].head_size, layers[0].head_size_v or layers[0].head_size
     wide = size + (values if f.get("param_sink_with_value", default=False) else 0)
     sinks = f.integer("param_sink_number", default=0, least=0) * layers[0].num_kv_heads * wide

@@ -65,7 +65,7 @@ def parameters(model: Model | str | Path | Mapping) -> dict[str, int]:
     return {role: counts[role] for role in ROLES if role in counts}
 
 
-def weight_bytes(model, tensor_parallel_size: int = 1) -> float:
+def weight_bytes(model: Model | str | Path | Mapping, tensor_parallel_size: int = 1) -> float:
     """Bytes of weights that one rank holds, in the checkpoint's own formats; draft layers are left out.
 
     ``model`` is what ``load_model`` takes. Raises ``ConfigError`` where config.json leaves out a size that
@@ -76,7 +76,7 @@ def weight_bytes(model, tensor_parallel_size: int = 1) -> float:
     return sum(resident(part, sizes, tensor_parallel_size) for part in weights(model))
 
 
-def weights_text(model, tensor_parallel_size: int = 1) -> str:
+def weights_text(model: Model | str | Path | Mapping, tensor_parallel_size: int = 1) -> str:
     """``weight_bytes`` in words: what lies beside a cache, an estimate where it is one, or why it is not known."""
     try:
         size = bytes_text(weight_bytes(model, tensor_parallel_size))

@@ -37,6 +37,7 @@ class InTurn:
     others: float | None = None
 
     def timing(self, way: str) -> Timing:
+        """The turns of one way as the clock gives them: seconds a step."""
         return Timing(
             self.samples[way], False, self.device, "perf_counter, in turn with what it is compared to"
         )

@@ -40,6 +40,7 @@ class Limit:
 
     @property
     def seconds(self) -> float:
+        """The least that a step takes: memory and arithmetic overlap, launches do not."""
         return max(self.memory, self.arithmetic) + self.launches
 
     @property

@@ -336,9 +336,11 @@ class HiddenStatesLayer:
     width: int
 
     def query_heads(self, tp: int = 1) -> int:
+        """One: nothing attends to them."""
         return 1
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """``count`` vectors a token, whole on every rank."""
         return HiddenStateCacheSpec(
             block_size=r.block_size, num_kv_heads=self.count, head_size=self.width, dtype=r.dtype
         )

@@ -39,6 +39,7 @@ class Table:
         return data, {"decodebench": {"role": "table", "name": self.name, "caption": self.caption}}
 
     def html(self) -> str:
+        """The table as HTML: words for headings, numbers to the right."""
         import pandas as pd
 
         numeric = [

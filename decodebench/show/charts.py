@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from math import floor, log2
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import (
@@ -40,12 +40,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def says_guesses(function):
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def says_guesses(
+    function: Callable[Concatenate[pd.DataFrame, P], R],
+) -> Callable[Concatenate[pd.DataFrame, P], R]:
     """A figure of a table whose subtitle and alt text say which models were read generically (``reading``)."""
     signature = inspect.signature(function)
 
     @wraps(function)
-    def wrapper(table, *args, **kwargs):
+    def wrapper(table: pd.DataFrame, *args: P.args, **kwargs: P.kwargs) -> R:
         asked = signature.bind(table, *args, **kwargs)
         found = dict.fromkeys(table["reading"].dropna()) if "reading" in table else {}
         told = "; ".join(str(text) for text in found)
@@ -53,7 +59,7 @@ def says_guesses(function):
         if told and told not in subtitle and "subtitle" in signature.parameters:
             asked.arguments["subtitle"] = "; ".join(filter(None, [subtitle, told]))
         figure = function(*asked.args, **asked.kwargs)
-        if told and told not in getattr(figure, "alt", told):
+        if isinstance(figure, Chart) and told not in figure.alt:
             figure.alt += f" Note: {told}."
         return figure
 
@@ -332,6 +338,7 @@ CHANCE = ("case_id", "run", "seconds", "verdict", "status", "reason")
 
 
 def value_of(row: Mapping[str, Any] | None, column: str) -> float | None:
+    """A row's number; None where there is no row, no number, or NaN."""
     value = None if row is None else row[column]
     return None if value is None or value != value or not hasattr(value, "__float__") else float(value)
 

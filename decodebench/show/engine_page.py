@@ -79,6 +79,7 @@ def varying(rows: pd.DataFrame) -> list[str]:
 
 
 def filled(rows: pd.DataFrame, columns: list[str]) -> list[str]:
+    """Those of the columns in which some row has a value."""
     return [column for column in columns if column in rows and rows[column].notna().any()]
 
 
@@ -199,8 +200,8 @@ def charts(rows: pd.DataFrame) -> tuple[list[Chart], list[str]]:
     return found, notes
 
 
-def _label(axis: str, value) -> str:
-    return short(value) if axis in ("model", "admission") else f"{axis.replace('_', ' ')} {value}"
+def _label(axis: str, value: object) -> str:
+    return short(str(value)) if axis in ("model", "admission") else f"{axis.replace('_', ' ')} {value}"
 
 
 def _subtitle(rows: pd.DataFrame) -> str:

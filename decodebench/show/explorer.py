@@ -59,6 +59,7 @@ class View:
 
     @property
     def title(self) -> str:
+        """What the picture is of: model, requests, fault."""
         fault = FAULTS[self.choice.fault].name if self.choice.fault else "none"
         choice = self.choice
         asked = f"{counted(choice.requests, 'request')} of {counted(choice.context, 'token')}"

@@ -50,6 +50,7 @@ class Page:
 
     @property
     def file(self) -> str:
+        """Name of the exported page."""
         return f"{self.stem}.html"
 
 

@@ -95,6 +95,7 @@ def _known(table: pd.DataFrame, column: str) -> None:
 
 
 def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench plot``."""
     parser.add_argument("results", type=Path, help="folder that a sweep wrote, or a CSV of its table")
     parser.add_argument("--out", type=Path, help=".png or .svg to write (default: sweep.png beside the rows)")
     parser.add_argument(

@@ -283,6 +283,7 @@ def _anonymous_write(path: Path, text: str) -> None:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench report``."""
     parser.add_argument("--profile", default="quick", help="quick (minutes) or full")
     parser.add_argument("--model", help="the story of one model: a name, or the path of a config.json")
     parser.add_argument("--memory", help="KV cache of every notebook that plans for one, such as 80GiB")

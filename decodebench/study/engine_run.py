@@ -12,11 +12,15 @@ import argparse
 import warnings
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from decodebench.layout.plan import parse_memory
 from decodebench.study.grid import ADMISSIONS, ENGINE_AUDITS, Case, SweepError
 from decodebench.study.sweep import CasesRefused, refusals, run
 from decodebench.words import columns, plain_number
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: what a terminal shows of each row
 SHOWN = (
@@ -133,7 +137,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def told(table) -> list[str]:
+def told(table: pd.DataFrame) -> list[str]:
     """A line a measured case: what varies, and ``SHOWN``; then whose floor it is."""
     ok = table[table["status"] == "ok"]
     if ok.empty:

@@ -20,9 +20,11 @@ class Floor:
 
     @property
     def met(self) -> bool | None:
+        """Whether the floor is reached; None where other work on the machine hides it."""
         return None if self.reached is None else self.reached >= self.at_least
 
     def to_dict(self) -> dict[str, object]:
+        """``floor``, ``at_least``, ``reached``, ``met``, and what disturbed it where something did."""
         facts: dict[str, object] = {"floor": self.floor, "at_least": self.at_least}
         facts |= {"reached": self.reached, "met": self.met}
         return facts | ({"disturbed": self.disturbed} if self.disturbed else {})

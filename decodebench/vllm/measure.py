@@ -118,7 +118,7 @@ def _batches(llm, admission: str, batches: list[list[int]], steps: int) -> list[
     return rows
 
 
-def run_batch(llm, lengths: Sequence[int], steps: int) -> list[tuple[str, float]]:
+def run_batch(llm: LLM, lengths: Sequence[int], steps: int) -> list[tuple[str, float]]:
     """(phase, seconds) of each engine step of one batch: "admit" until every request decodes, then "decode"."""
     from vllm import SamplingParams
 

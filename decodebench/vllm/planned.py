@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import vllm
 from vllm.platforms import current_platform
@@ -12,6 +13,9 @@ from vllm.platforms import current_platform
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import plan
 from decodebench.models.engines import ENGINES
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 #: tokens that CPU attention takes at once, and the order in which it keeps its cache
 CPU = {"kernel_block_size": 32, "memory_order": "LBHNC"}
@@ -29,7 +33,7 @@ FACTS = (
 )
 
 
-def plan_of_engine(llm, model: str | Path | Mapping, memory: int | None = None) -> Layout:
+def plan_of_engine(llm: LLM, model: str | Path | Mapping, memory: int | None = None) -> Layout:
     """What ``plan`` says of ``model`` under the settings of an ``LLM`` in this process.
 
     ``memory``: bytes of its KV cache where the engine was not told them (``kv_cache_memory_bytes``).

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import decodebench.vllm as dbv  # its names are imported when they are used: vLLM reads settings while it is
 from decodebench.errors import DecodebenchError
@@ -38,6 +38,10 @@ from decodebench.vllm.audit_files import audit_steps, read_audit
 from decodebench.vllm.client import bench_serve, model_at, serve_columns
 from decodebench.vllm.launch import FORWARD, engine, kernel_blocks, prepare_process
 from decodebench.vllm.measure import ADMISSIONS, run_batch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.config import VllmConfig
 
 #: axes that are engine arguments of the same name, with the value that leaves the choice to the engine
 PASSED_ON: dict[str, object] = {
@@ -156,6 +160,7 @@ def connector_of(case: Mapping[str, Any]) -> tuple[str | None, dict]:
 
 
 def audits_bytes(case: Mapping[str, Any]) -> bool:
+    """Whether the case's engine is audited by bytes: vLLM's own fill always is, ours where asked."""
     return case["admission"] == "built-in fill" or (
         case["admission"] == "grouped fill" and case["engine_audit"] == "bytes"
     )
@@ -189,13 +194,15 @@ def arguments_of(case: Mapping[str, Any], longest: int) -> dict:
     return found | given
 
 
-def on_cpu(config) -> bool:
+def on_cpu(config: VllmConfig) -> bool:
+    """Whether the engine of this process runs on a CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
-def engine_text(config) -> str:
+def engine_text(config: VllmConfig) -> str:
+    """The engine in words: release, dtype, eager or compiled."""
     import vllm
 
     kind = "eager" if config.model_config.enforce_eager else "compiled"
@@ -217,7 +224,7 @@ def node(cpu: bool) -> str:
     return f"{facts['device']}, {facts['cores']} cores"
 
 
-def effective(model: str | dict, config) -> dict:
+def effective(model: str | dict, config: VllmConfig) -> dict:
     """The model's fields as the engine runs them."""
     fields = dict(model) if isinstance(model, dict) else config.model_config.hf_config.to_dict()
     return fields | {"torch_dtype": str(config.model_config.dtype).removeprefix("torch.")}
@@ -226,7 +233,7 @@ def effective(model: str | dict, config) -> dict:
 # -- columns ---------------------------------------------------------------------------------------
 
 
-def layout_columns(case: Mapping[str, Any], llm, model: str | dict) -> dict:
+def layout_columns(case: Mapping[str, Any], llm: LLM, model: str | dict) -> dict:
     """The engine's own layout, and whether ``plan`` says the same of this model and memory."""
     theirs = dbv.layout_of_engine(llm)
     config = llm.llm_engine.vllm_config
