@@ -186,7 +186,7 @@ def charts(rows: pd.DataFrame) -> tuple[list[Chart], list[str]]:
                 x_label=label,
                 y_label=words,
                 percent=y == "floor_share",
-                spread=("q1_ms", "q3_ms") if y == "median_ms" else (),
+                spread=("q1_ms", "q3_ms") if y == "median_ms" else None,
             )
         except PlotRefused as refused:
             notes.append(f"The figure {name} is left out: {refused}.")
