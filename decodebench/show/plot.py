@@ -54,11 +54,18 @@ def plot(
     varying = [axis for axis in settings if axis != "measure" and rows[axis].nunique(dropna=False) > 1]
     by_number = [axis for axis in varying if axis in NUMBERS]
     x = x or next(iter(by_number or [axis for axis in varying if axis != "model"]), "model")
-    series = series or ("model" if x != "model" else next((a for a in varying if a != x), "measure"))
+    others = [axis for axis in varying if axis != x and _free(rows, x, axis)]
+    many = len(rows[others].drop_duplicates()) if others else 1
+    if series is None and len(others) > 1 and many <= 12:  # a line for each combination of what varies
+        series = ", ".join(others)
+        rows[series] = (
+            rows[others].astype("string").fillna("none").agg(lambda r: ", ".join(map(short, r)), axis=1)
+        )
+    series = series or ("model" if x != "model" else next(iter(others), "measure"))
     subtitle = "; ".join(
         f"{axis.replace('_', ' ')} {plain_number(rows[axis].iloc[0])}"
         for axis in ("measure", "memory", "context", "batch", "device")
-        if axis not in (x, series) and rows[axis].nunique(dropna=False) == 1
+        if axis not in (x, series) and axis not in others and rows[axis].nunique(dropna=False) == 1
     )
     words = RESULTS.get(y, y.replace("_", " "))
     facts: dict[str, Any] = {
@@ -77,6 +84,11 @@ def plot(
     rows[x] = rows[x].astype("string").fillna("none")
     refuse_mixed(rows, x, series, y)
     return bar_panels(rows, x, y, series, x_label=words, as_text=seconds_text if seconds else None, **facts)
+
+
+def _free(rows: pd.DataFrame, x: str, axis: str) -> bool:
+    """Whether an axis varies where ``x`` does not: a mix of contexts, say, sets its batch."""
+    return bool((rows.groupby(x, dropna=False)[axis].nunique(dropna=False) > 1).any())
 
 
 def _kept(table: pd.DataFrame, column: str, value: object) -> pd.DataFrame:

@@ -1,5 +1,6 @@
 """A sweep's table as a figure in two lines, and from the command line; tables that mix series are refused."""
 
+import pandas as pd
 import pytest
 
 import decodebench as db
@@ -34,12 +35,22 @@ def test_a_table_that_mixes_series_is_refused_and_the_column_named(table):
     with pytest.raises(
         PlotRefused, match=r"several batch \(1, 2\): filter it to one, or draw .* series='batch'"
     ):
-        db.plot(table)
+        db.plot(table, series="model")
     assert db.plot(table, where={"batch": 2, "model": "tiny-llama"}).axes[0].lines
     with pytest.raises(PlotRefused, match="no row has batch = 3: there are 1, 2"):
         db.plot(table, where={"batch": 3})
     with pytest.raises(PlotRefused, match="no column 'speed'"):
         db.plot(table, "speed")
+
+
+def test_by_default_each_combination_of_what_varies_is_a_line(table):
+    chart = db.plot(table)
+    (axes,) = chart.axes
+    labels = [line.get_label() for line in axes.lines]
+    assert labels == ["tiny-llama, 1", "tiny-llama, 2", "tiny-gemma3, 1", "tiny-gemma3, 2"]
+    many = pd.concat([table.assign(seed=seed) for seed in range(9)])
+    with pytest.raises(PlotRefused, match="the table mixes several"):
+        db.plot(many)
 
 
 def test_names_become_bars_in_panels():
