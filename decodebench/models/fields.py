@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from decodebench.errors import DecodebenchError
 
@@ -35,11 +36,12 @@ class Fields:
         self.used: set[str] = set()
 
     def with_defaults(self, defaults: Mapping) -> Fields:
+        """The same fields with a family's defaults; both note in one set what was asked for."""
         fields = Fields(self.values, self.source, defaults)
         fields.used = self.used
         return fields
 
-    def get(self, *names: str, default=None):
+    def get(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that is there, as it is; ``default`` where none is."""
         self.used.update(names)
         for name in names:
@@ -57,6 +59,7 @@ class Fields:
         return name in self.values or name in self.defaults
 
     def has(self, *names: str) -> bool:
+        """Whether one of these fields is there, or has a default, and is not null."""
         return self.get(*names) is not None
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_COUNT) -> int:
@@ -86,6 +89,7 @@ class Fields:
         return value
 
     def layer_count(self, *names: str) -> int:
+        """A number of layers, at most ``MAX_LAYERS``; raises ``ConfigError`` like ``integer``."""
         return self.integer(*(names or ("num_hidden_layers",)), most=MAX_LAYERS)
 
     def optional(self, *names: str, least: int = 1) -> int | None:
@@ -112,13 +116,15 @@ class Fields:
         return list(value) if length is None else list(value[:length])
 
     def missing(self, *names: str) -> ConfigError:
+        """The error that none of these fields is there, for the caller to raise."""
         wanted = " or ".join(map(repr, names))
         return ConfigError(
             f"{self.source}: no field {wanted}: add it, or pass the layers' specs by hand, "
             "plan({'layer name': FullAttentionSpec(...), ...}, memory=...)"
         )
 
-    def wrong(self, names: Sequence[str], value, why: str) -> ConfigError:
+    def wrong(self, names: Sequence[str], value: object, why: str) -> ConfigError:
+        """The error that a field's ``value`` cannot be used, and why, for the caller to raise."""
         name = next((n for n in names if self.values.get(n) is not None), names[0])
         shown = repr(value)
         return ConfigError(
@@ -158,6 +164,7 @@ def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
 
 
 def parse(content: str, source: str) -> dict:
+    """The object that a config.json holds; raises ``ConfigError`` for anything else and for an adapter's."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -10,6 +10,7 @@ from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer,
 
 
 def latent(f: Fields, name: str, qk_rope_head_dim: int | None = None, **facts) -> LatentLayer:
+    """One latent attention; its row is the latent and the rotary part, ``kv_lora_rank + qk_rope_head_dim``."""
     rope = f.integer("qk_rope_head_dim") if qk_rope_head_dim is None else qk_rope_head_dim
     return LatentLayer(name, f.integer("num_attention_heads"), f.integer("kv_lora_rank"), rope, **facts)
 

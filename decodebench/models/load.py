@@ -76,6 +76,7 @@ def list_models() -> KnownModels:
 
 
 def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench models``."""
     parser.add_argument("--names", action="store_true", help="names alone, one a line")
 
 
@@ -105,7 +106,10 @@ def modelopt_config(config: str | Path, values: Mapping) -> dict:
     beside = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
     if str(config) == "-" or not path.exists() or values.get("quantization_config") or not beside.is_file():
         return {}
-    return {"quantization_config": read_config(beside, DATA)[0]}
+    try:
+        return {"quantization_config": read_config(beside, DATA)[0]}
+    except ConfigError:
+        raise ConfigError(f"{beside}: not a JSON object: repair it, or remove it") from None
 
 
 def read_model(config: Mapping, name: str) -> Model:

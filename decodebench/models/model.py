@@ -81,10 +81,12 @@ class Model:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
+        """The names of all layers with a cache, in registration order."""
         return tuple(layer.name for layer in self.layers)
 
     @property
     def has_states(self) -> bool:
+        """Whether one of its layers keeps a state instead of tokens."""
         return any(isinstance(layer, StateLayer) for layer in self.layers)
 
     def query_heads(self, layer: str, tp: int = 1) -> int:
@@ -307,6 +309,7 @@ def model_length(f: Fields, outer: Fields) -> dict:
 
 
 def rope_type(rope: Mapping) -> str:
+    """The kind of scaling in a set of RoPE parameters, by its new or its old name."""
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
