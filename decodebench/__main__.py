@@ -68,6 +68,12 @@ COMMANDS = {
         "bench_fill_command",
         "fill speed against memset",
     ),
+    "bench growth": (
+        "decodebench.study.bench_growth",
+        "add_arguments",
+        "bench_growth_command",
+        "fills and audits by the size of the cache",
+    ),
     "bench simulate": (
         "decodebench.study.bench_simulate",
         "add_arguments",

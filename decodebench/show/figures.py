@@ -532,6 +532,41 @@ def fill_costs(costs: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     )
 
 
+def growth(rows, title: str) -> Chart:
+    """Share of plain bytes by the size of the cache (rows of ``bench_growth``): a level line is a linear time.
+
+    Its subtitle says where and when the rows were made, and how many of them beside other work. ``rows``
+    None: nobody has stored any.
+    """
+    if rows is None:
+        return note(
+            "No figure here: no rows are stored. `python -m decodebench bench growth --out data/results/growth` "
+            "makes them, on a machine where nothing else runs."
+        )
+    frame = rows[rows["varies"] == "bytes"].copy()
+    made = rows.attrs["provenance"][-1]
+    busy = int(frame["disturbed"].notna().sum())
+    beside = f"{busy} of {len(frame)} points made beside other work" if busy else "nothing else at work"
+    subtitle = (
+        f"stored rows: {made['device']}, {made['cores']} cores, {str(made['date'])[:10]}, "
+        f"commit {str(made['commit'])[:10]}; {beside}"
+    )
+    frame["label"] = frame["work"] + ", " + frame["values"] + " values"
+    frame["mib"] = frame["bytes"] / 2**20
+    return lines(
+        frame,
+        "mib",
+        "share",
+        "label",
+        name="growth",
+        title=title,
+        subtitle=subtitle,
+        x_label="bytes filled or audited (MiB)",
+        y_label="speed next to plain bytes",
+        percent=True,
+    )
+
+
 @or_a_sentence
 def by_fault(
     table: pd.DataFrame,
