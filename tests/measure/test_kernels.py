@@ -15,6 +15,7 @@ import pytest
 import torch
 from kernel_cases import FP8, SHAPES, TOLERANCE, attention_case, check_attention, state_case
 
+from decodebench.cache import compiled
 from decodebench.measure.kernels import cpp, reference, torch_ops
 
 #: Triton interprets only where it was told so before its first import: a process of its own, see below
@@ -80,7 +81,8 @@ def test_float8_decoding_of_every_byte(name, dtype):
     got = backend.attend(q, view, table, zero, one, scale=1.0, head_size_v=16, v_offset=16)[:, 0, 0]
     assert torch.equal(got.isnan(), want.isnan())
     finite = want.isfinite()
-    assert torch.equal(got[finite], want[finite])
+    # neighbours differ by 6 % at least; a softmax over one token may be off 1 by a rounding
+    torch.testing.assert_close(got[finite], want[finite], rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["cpp", "torch", *TRITON])
@@ -226,12 +228,12 @@ def test_delta_rule_forgets_what_it_overwrites():
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", "")
-    cpp._library.cache_clear()
+    compiled._library.cache_clear()
     try:
         assert "no C++ compiler" in cpp.why_not()
     finally:
         monkeypatch.undo()
-        cpp._library.cache_clear()
+        compiled._library.cache_clear()
     assert cpp.why_not() is None
 
 
