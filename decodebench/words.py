@@ -53,6 +53,21 @@ def bytes_text(count: float) -> str:
     raise AssertionError
 
 
+def short(text: object, length: int = 34) -> str:
+    """A name that fits a label: of a path its folder and file, else shortened in the middle."""
+    text = str(text)
+    if text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith("/config.json"):
+        parts = text.removesuffix("/config.json").split("/")
+        text = parts[-1] if text.endswith("/config.json") else "/".join(parts[-2:])
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: ``1 request``, ``2,048 tokens``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def runs(text: str) -> str:
     """``16,32,32,32`` as ``16, 3 × 32``."""
     counted = [(item, len(list(same))) for item, same in groupby(text.split(","))]

@@ -38,7 +38,12 @@ def pinned():
 def test_environment_yml_names_the_packages_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    ours = [r for extra in ("measure", "notebooks", "test") for r in extras[extra] if "decodebench[" not in r]
+    ours = [
+        r
+        for extra in ("measure", "forecast", "notebooks", "test")
+        for r in extras[extra]
+        if "decodebench[" not in r
+    ]
     wanted = requirements(ours) | requirements(pinned())
     wanted["python"] = project["requires-python"]
     lines = re.findall(r"^\s+- ([\w.-]+[=<>].*)$", (ROOT / "environment.yml").read_text(), re.M)

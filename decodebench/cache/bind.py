@@ -66,10 +66,10 @@ def _bind_tensor(layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.T
         wanted = " + ".join(f"{p.name} {p.dtype}" for p in parts)
         raise _mismatch(layer, tensor, f"dtype {wanted} (or raw int8/uint8 pages)")
     if tensor.ndim > 1 and tensor.shape[0] != num_blocks and tensor.shape[0] == 2 and len(parts) == 1:
-        return _bind_sides(layer, spec, num_blocks, tensor, dict(zip("kv", tensor)), 1)
-    if tensor.ndim == 4 and len(parts) == 1 and not parts[0].zeros_only and _has_heads_outside(tensor):
-        heads = {f"kv.head{h}": tensor[:, h] for h in range(tensor.shape[1])}
-        return _bind_sides(layer, spec, num_blocks, tensor, heads, spec.num_kv_heads)
+        return _bind_sides(layer, spec, num_blocks, tensor, dict(zip("kv", tensor)))
+    if tensor.ndim == 4 and len(parts) == 1 and _has_heads_outside(tensor):
+        heads = {f"{parts[0].name}.head{h}": tensor[:, h] for h in range(tensor.shape[1])}
+        return _bind_sides(layer, spec, num_blocks, tensor, heads)
     rows, row_bytes, stride = _rows(layer, tensor)
     wanted = {spec.unpadded_page_size_bytes, spec.page_size_bytes}
     ratio, rest = divmod(rows, num_blocks)
@@ -97,20 +97,12 @@ def _has_heads_outside(tensor: torch.Tensor) -> bool:
 
 
 def _bind_sides(
-    layer: str,
-    spec: KVCacheSpec,
-    num_blocks: int,
-    tensor: torch.Tensor,
-    sides: dict[str, torch.Tensor],
-    heads: int,
+    layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.Tensor, sides: dict[str, torch.Tensor]
 ) -> tuple[Place, ...]:
     """A tensor whose keys and values (or heads) lie apart: a part a side, each ``[num_blocks, ...]``."""
-    plain = not spec.holds_state and not spec.packed
-    entries, all_heads, width = spec.parts()[0].shape if plain else (0, 0, 0)
-    if not plain or (heads == 1 and spec.head_size != spec.head_size_v) or len(sides) != max(2, heads):
+    part = _side(spec, len(sides), heads=len(sides) > 1 and "k" not in sides)
+    if part is None:
         raise _mismatch(layer, tensor, f"{num_blocks} rows (blocks), or keys and values of equal size apart")
-    shape = (entries, all_heads, spec.head_size) if heads == 1 else (entries, 1, width)
-    part = replace(spec.parts()[0], shape=shape)
     places = []
     for name, side in sides.items():
         rows, row_bytes, stride = _rows(layer, side)
@@ -120,6 +112,21 @@ def _bind_sides(
         named = replace(part, name=name)
         places.append(Place(named, side.untyped_storage(), _byte_offset(side), stride * ratio, num_blocks))
     return tuple(places)
+
+
+def _side(spec: KVCacheSpec, count: int, heads: bool) -> PagePart | None:
+    """One of ``count`` equal sides of an attention page; None where the page has no such sides."""
+    whole = spec.parts()[0]
+    if spec.holds_state or (heads and count != spec.head_slots):
+        return None
+    if whole.zeros_only:
+        size, rest = divmod(whole.nbytes, count)
+        return None if rest else replace(whole, shape=(size,))
+    entries, slots, width = whole.shape
+    if heads:
+        return replace(whole, shape=(entries, 1, width))
+    equal = spec.head_size == spec.head_size_v and width == spec.head_size + spec.head_size_v
+    return replace(whole, shape=(entries, slots, spec.head_size)) if equal else None
 
 
 def _bind_parts(
@@ -164,18 +171,21 @@ def _rows(name: str, tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _page_of(spec: KVCacheSpec, places: Sequence[Place]) -> Place | None:
-    """The page that the parts lie in, padding included where the storage has it; None if they lie apart."""
+    """The page that the parts lie in, padding included where the storage has it; None if they lie apart.
+
+    Equal parts at equal distances (heads, or keys and values) are a page in pieces.
+    """
     first = places[0]
+    together = all(
+        place.storage.data_ptr() == first.storage.data_ptr() and place.block_stride == first.block_stride
+        for place in places
+    )
+    if not together or sum(p.part.nbytes for p in places) != spec.unpadded_page_size_bytes:
+        return None
+    if len({place.part.offset for place in places}) < len(places):
+        return _pieces_of(places)
     start = first.offset - first.part.offset
-    for place in places:
-        together = (
-            place.storage.data_ptr() == first.storage.data_ptr() and place.block_stride == first.block_stride
-        )
-        if not together or place.offset - place.part.offset != start:
-            return None
-    if sum(p.part.nbytes for p in places) != spec.unpadded_page_size_bytes or len(
-        {p.part.offset for p in places}
-    ) < len(places):
+    if any(place.offset - place.part.offset != start for place in places):
         return None
     end = start + (first.num_blocks - 1) * first.block_stride + spec.page_size_bytes
     fits = end <= first.storage.nbytes() and spec.page_size_bytes <= max(
@@ -183,6 +193,16 @@ def _page_of(spec: KVCacheSpec, places: Sequence[Place]) -> Place | None:
     )
     size = spec.page_size_bytes if fits else spec.unpadded_page_size_bytes
     return replace(first, part=PagePart("page", (size,), "uint8"), offset=start)
+
+
+def _pieces_of(places: Sequence[Place]) -> Place | None:
+    """A page whose pieces lie apart, equally spaced; None where they are not."""
+    first, step = places[0], places[1].offset - places[0].offset
+    spaced = all(place.offset == first.offset + i * step for i, place in enumerate(places))
+    if not spaced or step <= 0 or len({place.part.nbytes for place in places}) > 1:
+        return None
+    piece = PagePart("page", (first.part.nbytes,), "uint8")
+    return replace(first, part=piece, pieces=len(places), piece_stride=step)
 
 
 def _is_logical(spec: KVCacheSpec, tensors: Sequence[torch.Tensor], num_blocks: int) -> bool:

@@ -34,6 +34,11 @@ class Fault:
     startup_fill: bool = False
 
     @property
+    def shows_in_block_ids(self) -> bool:
+        """Whether block ids tell what it leaves. Not so where the bytes written differ, or are wiped again."""
+        return self.worker.write is ConnectorWorker.write and not self.startup_fill
+
+    @property
     def half(self) -> str:
         return (
             "scheduler"
@@ -406,15 +411,21 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def faulty_halves(
-    layout: Layout, fault: str, values: Values | None = None
-) -> tuple[ConnectorScheduler, ConnectorWorker]:
-    """Both halves of the connector with one defect switched on, by id (``A1`` …) or name."""
+def fault_of(fault: str) -> Fault:
+    """A fault by its id (``A1`` …) or name; ``DecodebenchError`` lists them where there is none such."""
     by_name = {f.name: f for f in FAULTS.values()}
     found = FAULTS.get(fault) or by_name.get(fault)
     if found is None:
         known = ", ".join(f"{f.id} ({f.name})" for f in FAULTS.values())
         raise DecodebenchError(f"unknown fault {fault!r}: known are {known}")
+    return found
+
+
+def faulty_halves(
+    layout: Layout, fault: str, values: Values | None = None
+) -> tuple[ConnectorScheduler, ConnectorWorker]:
+    """Both halves of the connector with one defect switched on, by id (``A1`` …) or name."""
+    found = fault_of(fault)
     return (
         found.scheduler(layout, startup_fill=found.startup_fill),
         found.worker(layout, values, startup_fill=found.startup_fill),

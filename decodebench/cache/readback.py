@@ -61,7 +61,8 @@ def inspect_rows(
     layers = cache.layout.groups[group].layer_names
     first = cache.layout.layer_index[layers[0]]
     shape = (len(layers), cache.layout.num_blocks_of(group))
-    filled, zero, poison, plain = (torch.ones(shape, dtype=torch.bool) for _ in range(4))
+    filled, zero, poison = (torch.ones(shape, dtype=torch.bool) for _ in range(3))
+    plain = torch.zeros(shape, dtype=torch.bool)  # rows with at least one part of plain numbers
     spans = cache.spans(group)
     values.prepare(value_dtypes([spans], values), cache.device)
     look = torch.as_tensor([True] * shape[1] if blocks is None else blocks, dtype=torch.bool)
@@ -71,7 +72,7 @@ def inspect_rows(
         index = slice(span.first_layer - first, span.first_layer - first + span.view.shape[0])
         for states, found in zip((filled, zero, poison), seen):
             states[index] &= found
-        plain[index] &= not span.part.zeros_only
+        plain[index] |= not span.part.zeros_only
     padding = torch.full(shape, UNTOUCHED, dtype=torch.int8)
     gaps = [list(_gaps(cache, layer)) for layer in layers]
     if any(gaps):
@@ -221,7 +222,8 @@ def _inspect_gaps(
 
 def _gaps(cache: Cache, layer: str) -> Iterator[torch.Tensor]:
     """The bytes between and behind the parts of each page: uint8 ``[num_blocks, length]`` each."""
-    if cache.page_places[layer] is None:
+    place = cache.page_places[layer]
+    if place is None or place.pieces > 1:  # nothing between or behind the pieces of a page
         return
     page, end = cache.pages(layer), 0
     for part in sorted(cache.parts(layer), key=lambda part: part.offset):

@@ -5,9 +5,36 @@ from __future__ import annotations
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
 from decodebench.cache.faults import faulty_halves
 from decodebench.cache.tensors import Cache
-from decodebench.cache.values import Values, Zeros, default_values
+from decodebench.cache.values import FillRefused, Values, Zeros, default_values
 from decodebench.cache.write import FillReport, fill_rows, merge_rows
 from decodebench.layout.pool import Batch, zeroed_on_allocation
+
+
+def check_cache_and_batch(call: str, cache: object, batch: object) -> None:
+    """Raises ``FillRefused`` where a call was not given a cache and a batch, in this order."""
+    if isinstance(cache, Batch) and isinstance(batch, Cache):
+        raise FillRefused(
+            f"{call}(batch, cache): the arguments are the other way round, {call}(cache, batch)"
+        )
+    for name, given, kind, source in (
+        ("cache", cache, Cache, "db.allocate(layout, device)"),
+        ("batch", batch, Batch, "db.admit(layout, requests=…, context=…)"),
+    ):
+        if not isinstance(given, kind):
+            raise FillRefused(
+                f"{call}: {name} is {type(given).__name__}, not a {kind.__name__}: {source} makes one"
+            )
+
+
+def check_values(values: object) -> None:
+    """Raises ``FillRefused`` for what is no ``Values``, with the call that makes one."""
+    if isinstance(values, bool | int | float):
+        made = "Zeros()" if values == 0 else f"Constant({float(values)})"
+        raise FillRefused(f"values={values!r}: what is written is an object, values=db.{made}")
+    if values is not None and not isinstance(values, Values):
+        raise FillRefused(
+            f"values={type(values).__name__}: db.Normal(), db.Constant(0.015) or db.Zeros() is expected"
+        )
 
 
 def zero_new_blocks(cache: Cache, batch: Batch) -> None:
@@ -55,12 +82,16 @@ def fill_cache(
 
     Raises ``DecodebenchError`` subclasses that name group, layer and block before the first byte is written.
     """
+    check_cache_and_batch("fill_cache", cache, batch)
+    check_values(values)
     if fault is None:
         values = default_values(startup_fill) if values is None else values
         scheduler = ConnectorScheduler(cache.layout, startup_fill, values)
         worker = ConnectorWorker(cache.layout, values, startup_fill)
     else:
-        scheduler, worker = faulty_halves(cache.layout, fault, default_values() if values is None else values)
+        values = default_values() if values is None else values
+        scheduler, worker = faulty_halves(cache.layout, fault, values)
+    cache.filled_with["values"] = values
     worker.register_kv_caches(cache)
     if worker.startup_filled:
         zero_new_blocks(cache, batch)

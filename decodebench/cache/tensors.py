@@ -22,7 +22,7 @@ import torch
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.models.specs import KVCacheSpec, PagePart
-from decodebench.words import some
+from decodebench.words import bytes_text, counted, short, some
 
 #: the byte that unfilled memory consists of: NaN in every floating dtype a cache may hold
 POISON = 0xFF
@@ -42,13 +42,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where one part of one layer lies: block ``b`` starts at byte ``offset + b * block_stride``."""
+    """Where one part of one layer lies: block ``b`` starts at byte ``offset + b * block_stride``.
+
+    A page whose heads lie apart is ``pieces`` pieces of the part's size, ``piece_stride`` bytes apart.
+    """
 
     part: PagePart
     storage: torch.UntypedStorage
     offset: int
     block_stride: int
     num_blocks: int
+    pieces: int = 1
+    piece_stride: int = 0
 
     def view(self, layers: int = 1, layer_stride: int = 0) -> torch.Tensor:
         """Typed ``[layers, num_blocks, numel]``; ``layer_stride`` in bytes."""
@@ -60,6 +65,13 @@ class Place:
             (layer_stride, self.block_stride),
             self.part.name,
         )
+
+    def raw(self) -> torch.Tensor:
+        """Bytes: uint8 ``[num_blocks, nbytes]``, or ``[num_blocks, pieces, nbytes]`` where they lie apart."""
+        shape, strides = (self.num_blocks, self.part.nbytes), (self.block_stride,)
+        if self.pieces > 1:
+            shape, strides = (shape[0], self.pieces, shape[1]), (self.block_stride, self.piece_stride)
+        return strided(self.storage, "uint8", self.offset, shape, strides, self.part.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +129,20 @@ class Cache:
     logical: Mapping[str, torch.Tensor]
     #: what ``allocate`` wrote into every byte; None where it wrote nothing, and for an engine's memory
     initial: str | None = None
+    #: what the last fill wrote, under ``values``: what an audit expects where nothing else is asked for
+    filled_with: dict[str, object] = field(default_factory=dict, init=False, repr=False)
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        name = short(layout.model.name) if layout.model else "a layout by hand"
+        memory = bytes_text(layout.size) if self.storage is not None else "an engine's memory"
+        made = {"poison": ", poisoned", "zeros": ", made of zeros"}.get(self.initial or "", "")
+        filled = f", filled with {self.filled_with['values']}" if self.filled_with else ""
+        return (
+            f"Cache of {name}: {sum(layout.pool_num_blocks):,} blocks, {memory} on {self.device}, "
+            f"{counted(len(self.places), 'layer')}{made}{filled}"
+        )
 
     def parts(self, layer: str) -> tuple[PagePart, ...]:
         """The layer's parts as they lie here (keys and values apart where an engine keeps them so)."""
@@ -130,7 +155,9 @@ class Cache:
     def pages(self, layer: str) -> torch.Tensor:
         """Raw pages, padding included: uint8 ``[num_blocks, page_size_bytes]``.
 
-        Raises ``CacheMismatch`` where the layer's parts do not lie in one page.
+        Where an engine keeps heads (or keys and values) outside of blocks a page lies in equal
+        pieces: ``[num_blocks, pieces, bytes of a piece]``. Raises ``CacheMismatch`` where the layer's
+        parts are tensors of their own.
         """
         self._places(layer)
         page = self.page_places[layer]
@@ -138,7 +165,7 @@ class Cache:
             raise CacheMismatch(
                 f"layer {layer!r}: its parts lie apart, there is no page; use flat(layer, part)"
             )
-        return page.view()[0]
+        return page.raw()
 
     def view(self, layer: str, part: int | str | None = None) -> torch.Tensor | dict[str, torch.Tensor]:
         """The logical tensor of a part, one row a block.
@@ -194,8 +221,7 @@ class Cache:
         for layer, places in self.places.items():
             page = self.page_places[layer]
             for place in places if page is None else (page,):
-                view = place.view()
-                view.view(BITS[view.itemsize]).fill_(POISON if view.itemsize == 1 else -1)
+                place.raw().fill_(POISON)
 
     def _places(self, layer: str) -> tuple[Place, ...]:
         if layer not in self.places:
@@ -257,6 +283,10 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
     ``initial``: ``poison`` (every byte ``0xFF``), ``zeros``, or None (whatever the memory held).
     Raises ``AllocationRefused`` where the device has less free memory.
     """
+    if not isinstance(layout, Layout):
+        raise AllocationRefused(
+            f"allocate({type(layout).__name__}, …): a layout is allocated; db.plan(model, memory=…) makes one"
+        )
     try:
         device = torch.device(device)
     except RuntimeError:
@@ -275,6 +305,11 @@ def allocate(layout: Layout, device: str | torch.device = "cpu", initial: str | 
         raise AllocationRefused(
             f"a cache of {layout.size / 2**30:.2f} GiB finds no room in one piece on {device}, which has "
             f"{free / 2**30:.2f} GiB free: plan a smaller memory, or start in a fresh process"
+        ) from None
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise AllocationRefused(
+            f"device {str(device)!r}: torch cannot allocate there ({why}); use 'cpu' or 'cuda'"
         ) from None
     if initial is not None:
         storage.fill_(POISON if initial == "poison" else 0)

@@ -9,6 +9,7 @@ import torch
 
 from decodebench.cache.connector import describe, startup_groups
 from decodebench.cache.readback import FILLED, UNTOUCHED, WRONG, ZEROED, inspect_rows
+from decodebench.cache.run import check_cache_and_batch, check_values
 from decodebench.cache.tensors import Cache
 from decodebench.cache.values import Values, Zeros, default_values
 from decodebench.cache.write import FillReport
@@ -57,7 +58,7 @@ def audit(
 ) -> Audit:
     """Coverage from every byte of the cache, which must have been poisoned before it was filled.
 
-    ``values``: what the fill wrote (default: ``fill_cache``'s default). ``report``: what the fill
+    ``values``: what the fill wrote (default: what ``fill_cache`` last wrote here). ``report``: what the fill
     says it wrote (``connector.together`` joins those of several fills); the plan's verdict is then
     compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
     request outside this batch); without it they count as covered where they hold anything but
@@ -69,12 +70,15 @@ def audit(
     Raises ``CoverageError`` where a table does not cover what its request reads, and for a cache
     that was allocated without poison. Whoever binds an engine's tensors has to poison them.
     """
+    check_cache_and_batch("audit", cache, batch)
+    check_values(values)
     if cache.initial not in ("poison", None):
         raise CoverageError(
             f"this cache was made with initial={cache.initial!r}: what nobody filled cannot be told from what "
             "somebody did. Make it with allocate(layout, device), which poisons it, and fill it again"
         )
-    values = default_values(startup_fill) if values is None else values
+    if values is None:
+        values = cache.filled_with.get("values") or default_values(startup_fill)
     layout, tally = cache.layout, Tally(cache.layout, batch, "bytes")
     required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
     owner, own = owners(layout, batch), written_rows(layout, batch)

@@ -147,15 +147,26 @@ class Audit:
             }
         )
 
+    def _why_zeroed(self) -> str:
+        """The formats among the zeroed rows that hold no plain numbers, in brackets; empty where none is known."""
+        specs = getattr(self.layout, "layer_specs", {})
+        zeroed = self.counts[:, :, ZEROED_ROW].sum(axis=0)
+        found = [
+            specs[name].not_plain for name, count in zip(self.layout.layer_names, zeroed) if count and specs
+        ]
+        formats = dict.fromkeys(filter(None, found))
+        return f" ({', '.join(formats)}: no plain numbers to fill)" if formats else ""
+
     @property
     def verdict(self) -> str:
         """One line for a reader in a hurry."""
         share = "100 %" if self.covered == self.required else f"{min(99.9, 100 * self.coverage):.1f} %"
         groups = len(self.layout.groups)
-        line = f"{share} of {self.required:,} required rows covered in {groups} group{'s' * (groups != 1)}"
+        covered = "written, by block ids," if self.source == "plan" else "covered"
+        line = f"{share} of {self.required:,} required rows {covered} in {groups} group{'s' * (groups != 1)}"
         zeroed = int(self.counts[:, :, ZEROED_ROW].sum())
         if zeroed:
-            line += f", {zeroed:,} of them zeroed on purpose"
+            line += f", {zeroed:,} of them zeroed on purpose{self._why_zeroed()}"
         bad = [
             f"group {row.group} ({row.kind}) {min(99.9, 100 * row.coverage):.3g} %"
             for row in self.groups.itertuples()

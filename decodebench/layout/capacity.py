@@ -31,39 +31,39 @@ class Capacity:
     tokens: int
     #: tokens as logs counted them before: blocks // groups × the smallest block
     tokens_old: int
-    #: bytes a request costs whatever its length (states, windows that are full, one block of slack each)
-    intercept_bytes: float
-    #: bytes that each further token costs
+    #: bytes of KV cache that a request of one token reserves: what it costs to start one
+    start_bytes: int
+    #: bytes of KV cache that a request of ``length`` tokens reserves
+    request_bytes: int
+    #: bytes that a further token costs around ``length``: nothing once states and full windows are held
     slope_bytes: float
 
     def __str__(self) -> str:
         return (
             f"{self.concurrency:.2f} requests of {self.length:,} tokens; "
             f"{sum(self.blocks_per_request):,} blocks each; "
-            f"a request costs {self.intercept_bytes:,.0f} bytes and {self.slope_bytes:,.0f} for each token"
+            f"a request of one token costs {self.start_bytes:,} bytes of KV cache, one of {self.length:,} tokens "
+            f"{self.request_bytes:,} and {self.slope_bytes:,.0f} for each further token"
         )
 
 
 def capacity(layout: Placed, length: int | None = None) -> Capacity:
     """What fits for requests of ``length`` tokens (default: the layout's maximum length).
 
-    Intercept and slope describe the cost around that length: a group either takes further blocks
-    there (slope), or holds what it holds (intercept: states, full windows).
+    The slope describes the cost around that length: a group takes further blocks there, or holds what it
+    holds (states, full windows). Bytes are those of the KV cache alone, without weights and activations.
     """
     length = layout.max_model_len if length is None else length
     blocks = request_blocks(layout, length)
     fits = [count / need for count, need in zip(layout.pool_num_blocks, by_pool(layout, blocks)) if need]
     concurrency = min(fits) if fits else 0.0
-    intercept = slope = 0.0
+    slope = 0.0
     for g, group in enumerate(layout.groups):
         tokens, bytes_ = layout.tokens_per_block(g), layout.bytes_per_block(group.pool)
         edge = cdiv(length, tokens) * tokens
         here, next_ = (_blocks(layout, group, at) for at in (edge, edge + tokens))
         if next_ > here:
             slope += bytes_ / tokens
-            intercept += (here - edge // tokens) * bytes_
-        else:
-            intercept += here * bytes_
     smallest = min(layout.tokens_per_block(g) for g in range(len(layout.groups)))
     return Capacity(
         length,
@@ -72,8 +72,17 @@ def capacity(layout: Placed, length: int | None = None) -> Capacity:
         concurrency,
         int(concurrency * length),
         layout.num_blocks // len(layout.groups) * smallest,
-        intercept,
+        request_bytes(layout, 1),
+        request_bytes(layout, length),
         slope,
+    )
+
+
+def request_bytes(layout: Placed, length: int) -> int:
+    """Bytes of KV cache that all groups reserve for a request of this length."""
+    return sum(
+        count * layout.bytes_per_block(group.pool)
+        for group, count in zip(layout.groups, request_blocks(layout, length))
     )
 
 
@@ -156,12 +165,14 @@ class Waste:
     """Where the bytes of a memory go when it is full of requests of one length."""
 
     length: int
-    #: what requests really store
+    #: what the next decode step of every request reads
     content: float
     #: parts of blocks that belong to no layer: groups narrower than the widest
     padding_layers: float
     #: pages padded to a common size
     padded_pages: float
+    #: tokens that are kept though their window or chunk has left them behind, so that no step reads them
+    unread: float
     #: parts of blocks behind a request's last token and before its window
     last_block: float
     #: blocks held for tokens in flight, for reuse of states at block boundaries, for speculation
@@ -190,14 +201,18 @@ def waste(layout: Placed, length: int | None = None) -> Waste:
     needs = by_pool(layout, blocks)
     usable = [count - 1 for count in layout.pool_num_blocks]
     requests = min((have / need for have, need in zip(usable, needs) if need), default=0.0)
-    causes = dict.fromkeys(("content", "padding_layers", "padded_pages", "last_block", "reserve"), 0.0)
+    causes = dict.fromkeys(
+        ("content", "padding_layers", "padded_pages", "unread", "last_block", "reserve"), 0.0
+    )
     for g, (group, count) in enumerate(zip(layout.groups, blocks)):
         causes["padding_layers"] += count * (layout.bytes_per_block(group.pool) - group.bytes_per_block)
         for spec in group.layer_specs:
             page = spec.unpadded_page_size_bytes
             causes["padded_pages"] += count * (spec.page_size_bytes - page)
             resident, full = spec.resident_blocks(length, count, layout.tokens_per_block(g))
-            causes["content"] += page * full
+            unread = min(full, kept_unread(spec, length) / layout.tokens_per_block(g))
+            causes["content"] += page * (full - unread)
+            causes["unread"] += page * unread
             causes["last_block"] += page * (resident - full)
             causes["reserve"] += page * (count - resident)
     held = {name: value * requests for name, value in causes.items()}
@@ -205,6 +220,11 @@ def waste(layout: Placed, length: int | None = None) -> Waste:
     # what no whole request takes, where one of several pools runs out before the others, counts as tail
     tail = max(layout.budget, layout.size) - null - sum(held.values())
     return Waste(length, null_block=null, tail=tail, **held)
+
+
+def kept_unread(spec: KVCacheSpec, length: int) -> int:
+    """Tokens that a request of this length keeps in its blocks and that the next step does not read."""
+    return max(0, spec.visible(length + 1)[0] - spec.num_skipped_tokens(length))
 
 
 def log_lines(layout: Placed) -> list[str]:

@@ -7,10 +7,11 @@ import json
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout import dump, text
-from decodebench.layout.compare import compare_rows
+from decodebench.layout.compare import compare_rows, facts
 from decodebench.layout.placement import LayoutRefused
 from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memory, prepare
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
+from decodebench.models.engines import ENGINES, NEWEST
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import (
@@ -20,6 +21,7 @@ from decodebench.models.options import (
     STATE_DTYPES,
     CacheOptions,
 )
+from decodebench.words import columns
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +92,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", action="store_true", help="print one case in the form of an engine's dump")
     add("--compare", action="store_true", help="print the groupings side by side")
+    add("--engine", default=NEWEST, choices=ENGINES, help="the release whose layouts are planned")
+    add("--compare-engines", action="store_true", help="print the known releases side by side")
 
 
 def _length(text: str) -> int | str:
@@ -116,6 +120,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
             "draft_layers",
             "kernel_block_size",
             "device",
+            "engine",
         )
     } | {
         "hybrid_kv_cache_manager": not arguments.disable_hybrid_kv_cache_manager,
@@ -134,6 +139,11 @@ def plan_command(arguments: argparse.Namespace) -> int:
                 raise LayoutRefused(f"every strategy is refused; {rows[0]['strategy']}: {rows[0]['reason']}")
             print(json.dumps(rows, indent=1) if arguments.json else text.comparison(model.name, budget, rows))
         return 0
+    if arguments.compare_engines:
+        for budget in budgets:
+            engines = engine_rows(model, budget, arguments.block_size, arguments.grouping, options)
+            print(json.dumps(engines, indent=1) if arguments.json else _side_by_side(engines))
+        return 0
     if arguments.json:
         print(json.dumps(_json_case(model, budgets, arguments, options), indent=1))
         return 0
@@ -141,6 +151,43 @@ def plan_command(arguments: argparse.Namespace) -> int:
     for budget in budgets:
         print(layout_for(grouped, budget))
     return 0
+
+
+def engine_rows(
+    model: Model, memory: int, block_size: int | None, grouping: str, options: dict
+) -> list[dict]:
+    """One row of numbers a known release, for the same model, memory and options."""
+    rows = []
+    for engine in ENGINES:
+        grouped = prepare(model, block_size, grouping, **options | {"engine": engine})
+        rows.append({"engine": engine} | facts(layout_for(grouped, memory)))
+    return rows
+
+
+#: column of ``engine_rows`` → its heading
+ENGINE_COLUMNS = {
+    "engine": "engine",
+    "groups": "groups",
+    "num_blocks": "blocks",
+    "bytes_per_block": "bytes/block",
+    "blocks_per_request": "blocks/request",
+    "concurrency": "requests",
+    "tokens": "tokens",
+}
+
+
+def _side_by_side(rows: list[dict]) -> str:
+    """The rows as a table, and what changes between the first release and the last."""
+    cells = [
+        [row[name] if name == "engine" else f"{row[name]:,.10g}" for name in ENGINE_COLUMNS] for row in rows
+    ]
+    changed = [
+        heading
+        for name, heading in ENGINE_COLUMNS.items()
+        if name != "engine" and len({row[name] for row in rows}) > 1
+    ]
+    last = f"changed: {', '.join(changed)}" if changed else "nothing changes between these releases"
+    return "\n".join([*columns([list(ENGINE_COLUMNS.values()), *cells]), last])
 
 
 def _json_case(model: Model, budgets: list[int], arguments: argparse.Namespace, options: dict) -> dict:

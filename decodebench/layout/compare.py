@@ -12,7 +12,7 @@ from decodebench.layout.placement import LayoutRefused
 from decodebench.layout.plan import DEFAULT_MEMORY, are_specs, parse_memory, plan
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
-from decodebench.models.options import CacheOptions
+from decodebench.models.options import CacheOptions, with_options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COMPARED = ("hybrid", "packed", "promoted", "separate", "fixed(2)", "fixed(4)", "fixed(8)", "per_layer")
 
 
+@with_options
 def compare(
     model: Model | str | Mapping,
     memory: int | str = DEFAULT_MEMORY,
@@ -83,7 +84,8 @@ def facts(layout: Layout, length: int | None = None) -> dict:
         "concurrency": c.concurrency,
         "tokens": c.tokens,
         "tokens_old": c.tokens_old,
-        "intercept_bytes": c.intercept_bytes,
+        "start_bytes": c.start_bytes,
+        "request_bytes": c.request_bytes,
         "slope_bytes": c.slope_bytes,
     } | {
         f"waste_{cause}": share

@@ -5,6 +5,7 @@ from __future__ import annotations
 from decodebench.layout import capacity as sizes
 from decodebench.layout import dump, text
 from decodebench.layout.records import Placed
+from decodebench.words import bytes_text, counted, short
 
 
 class Layout(Placed):
@@ -25,6 +26,14 @@ class Layout(Placed):
     def to_dict(self) -> dict:
         """This layout as one case of an engine's dump."""
         return dump.case({self.budget: self}, self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Layout of {short(self.model.name) if self.model else 'layers by hand'}: "
+            f"{counted(len(self.groups), 'group')}, {counted(len(self.layer_names), 'layer')}, "
+            f"{sum(self.pool_num_blocks):,} blocks in {bytes_text(self.budget or self.size)}, "
+            f"grouping {self.grouping}, requests of at most {counted(self.max_model_len, 'token')}"
+        )
 
     def __str__(self) -> str:
         return text.layout(self)

@@ -18,7 +18,7 @@ from decodebench.layout.placement import (
 from decodebench.layout.records import Grouped
 from decodebench.models.load import load_model
 from decodebench.models.model import Model
-from decodebench.models.options import CacheOptions
+from decodebench.models.options import CacheOptions, with_options
 from decodebench.models.specs import KVCacheSpec
 
 DEFAULT_MEMORY = "8GiB"
@@ -46,6 +46,7 @@ def parse_memory(memory: int | str) -> int:
     return exact
 
 
+@with_options
 def plan(
     model: Model | str | Mapping,
     memory: int | str = DEFAULT_MEMORY,
@@ -157,7 +158,7 @@ def _fitted(grouped: Grouped, budget: int) -> Grouped:
     fits = longest_fitting(needed, usable, length)
     if grouped.options is not None and grouped.options.max_model_len == "auto" and fits:
         return replace(grouped, max_model_len=fits)
-    advice = f"max_model_len = {fits} would fit" if fits else "not even one token fits"
+    advice = f'max_model_len = {fits} would fit, and "auto" finds it' if fits else "not even one token fits"
     raise LayoutRefused(
         f"one request of {length} tokens needs {_gib(needed(length))} beside the null block, and "
         f"{_gib(usable)} are there: {advice}; give more memory or a shorter max_model_len",

@@ -8,6 +8,7 @@ whose prompt is stood in for runs its first decode step.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from typing import SupportsIndex
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, cdiv
+from decodebench.words import counted, short
 
 #: placeholder in block tables: never owned, filled, or read as data
 NULL_BLOCK = 0
@@ -134,6 +136,15 @@ class Batch:
 
     layout: Layout
     requests: tuple[RequestBlocks, ...]
+
+    def __repr__(self) -> str:
+        lengths = sorted({blocks.num_tokens for blocks in self.requests}) or [0]
+        tokens = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
+        name = short(self.layout.model.name) if self.layout.model else "a layout by hand"
+        return (
+            f"Batch of {counted(len(self.requests), 'request')} of {tokens} tokens on {name}, "
+            f"{counted(len(self.layout.groups), 'group')}"
+        )
 
     @property
     def context_lens(self) -> tuple[int, ...]:
@@ -427,6 +438,10 @@ def admit(
     pool that other requests live in. Raises ``PoolExhausted`` where they do not fit together (none
     is admitted then), ``BlockError`` for lengths that no request has.
     """
+    if not isinstance(layout, Layout):
+        raise BlockError(
+            f"admit({_shown(layout)}, …): requests are admitted to a layout; db.plan(model, memory=…) makes one"
+        )
     lengths = _lengths(requests, context)
     shared_prefix = _count(shared_prefix, "shared_prefix")
     manager = manager or KVCacheManager(layout)
@@ -442,15 +457,35 @@ def admit(
     return Batch(layout, tuple(admitted))
 
 
+def parse_lengths(text: str | int) -> tuple[int, ...]:
+    """``"4096"`` → (4096,); ``"63x4096+1x262144"`` → 64 lengths. Raises ``BlockError``."""
+    lengths: list[int] = []
+    for term in str(text).replace(" ", "").replace("_", "").split("+"):
+        match = re.fullmatch(r"(?:(\d+)[x×])?(\d+)", term)
+        if not match or int(match[2]) < 1 or (match[1] and not 1 <= int(match[1]) <= 1_000_000):
+            raise BlockError(
+                f"context {text!r}: write a length such as 4096, or a mix such as 63x4096+1x262144"
+            )
+        lengths += [int(match[2])] * int(match[1] or 1)
+    return tuple(lengths)
+
+
+def _shown(value: object) -> str:
+    """What somebody passed, short enough for an error's one line."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
 def _lengths(requests: int | None, context: int | Sequence[int]) -> list[int]:
     """Tokens of each request."""
     count = None if requests is None else _count(requests, "requests")
-    if isinstance(context, str):
-        raise BlockError(f"context {context!r}: a number of tokens, or one number a request, is expected")
-    if not isinstance(context, Sized):
+    if not isinstance(context, str) and not isinstance(context, Sized):
         lengths = [_count(context, "context")] * (8 if count is None else count)
     else:
-        lengths = [_count(length, "context") for length in context]
+        each = parse_lengths(context) if isinstance(context, str) else context
+        lengths = [_count(length, "context") for length in each]
+        if isinstance(context, str) and len(lengths) == 1:
+            lengths *= 8 if count is None else count
         if count not in (None, len(lengths)):
             raise BlockError(f"{count} requests with {len(lengths)} context lengths: give one length each")
     if not lengths:

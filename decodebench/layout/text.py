@@ -49,8 +49,8 @@ def layout(layout: Placed) -> str:
     c, w = capacity(layout), waste(layout)
     lines += ["", *notes(layout), *log_lines(layout)]
     lines.append(
-        f"a request costs {c.intercept_bytes:,.0f} bytes and {c.slope_bytes:,.0f} bytes for each token; "
-        f"old token label {c.tokens_old:,}"
+        f"KV cache only, without weights: a request of one token costs {c.start_bytes:,} bytes, one of "
+        f"{c.length:,} tokens {c.request_bytes:,}, and there {c.slope_bytes:,.0f} for each further token"
     )
     bounds = ceilings(layout)
     lines.append(
@@ -119,12 +119,14 @@ COMPARISON = {
     "blocks_per_request": "blocks/request",
     "concurrency": "requests",
     "tokens": "tokens",
-    "intercept_bytes": "bytes/request",
+    "start_bytes": "bytes/1-token request",
+    "request_bytes": "bytes/request",
     "slope_bytes": "bytes/token",
     "waste_padding_layers": "padding layers",
     "waste_padded_pages": "padded pages",
+    "waste_unread": "unread",
     "waste_last_block": "last block",
-    "waste_reserve": "reserve",
+    "waste_reserve": "in flight",
 }
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 #: raised when a column changes its meaning or a case its default; folders of another version are refused
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 JOURNAL, PARQUET, PROVENANCE = "journal.jsonl", "rows.parquet", "provenance.json"
 

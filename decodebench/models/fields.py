@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -162,10 +163,23 @@ def parse(content: str, source: str) -> dict:
         raise ConfigError(f"{source}: not JSON ({error}): a model's config.json is expected") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{source}: JSON, but {type(config).__name__} instead of an object with fields")
+    if "peft_type" in config and "model_type" not in config:
+        base = config.get("base_model_name_or_path") or "its base model"
+        raise ConfigError(
+            f"{source}: the config of an adapter ({config['peft_type']}), which has no cache of its own: "
+            f"give the config.json of {base}"
+        )
     return config
 
 
 def _unknown(text: str, data: Path) -> str:
+    remote = re.fullmatch(r"(?:https?://[^/]+/)?([\w.-]+/[\w.-]+?)(?:/(?:tree|blob|raw|resolve)/.*)?/?", text)
+    if remote and not text.startswith((".", "/", "~")):
+        name = remote[1]
+        return (
+            f"{text}: no such file. A hub's id or address is not fetched: download its config first "
+            f"(hf download {name} config.json --local-dir {name.split('/')[-1]}) and give its path"
+        )
     if not data.is_dir():
         return (
             f"{text}: no such file, and the folder of known models {data} is missing: "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
+from decodebench.models.engines import NEWEST, rule
 from decodebench.models.options import KV_CACHE_DTYPES, OptionError
 from decodebench.models.specs import (
     ChunkedLocalAttentionSpec,
@@ -49,6 +50,8 @@ class Resolved:
     block_size_grew: bool = False
     #: the card whose kernels are assumed
     device: str = DEFAULT_DEVICE
+    #: the release whose rules hold
+    engine: str = NEWEST
     #: tokens of a block that latent kernels split larger blocks into; None where any multiple will do
     latent_kernel_tokens: int | None = None
 
@@ -356,7 +359,12 @@ class StateLayer:
             num_speculative_blocks=r.num_speculative_tokens,
             # Mamba-2 kernels export the state at the last boundary of a prefill as well
             num_prefill_checkpoint_blocks=int(
-                self.mixer == "mamba2" or (self.exported and DEVICES[r.device].exports_states)
+                self.mixer == "mamba2"
+                or (
+                    self.exported
+                    and DEVICES[r.device].exports_states
+                    and rule("delta_checkpoint_blocks", r.engine)
+                )
             ),
             tp_replicated=self.replicated,
         )

@@ -7,6 +7,8 @@ there; adding a kind of family is a reader.
 
 from __future__ import annotations
 
+import argparse
+import html
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer,
 from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, model_length
 from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
 from decodebench.shipped import shipped
+from decodebench.words import columns
 
 __all__ = [
     "FAMILIES",
@@ -25,6 +28,7 @@ __all__ = [
     "ConfigError",
     "Family",
     "IndexerLayer",
+    "KnownModels",
     "LatentLayer",
     "Layer",
     "Model",
@@ -39,9 +43,47 @@ __all__ = [
 DATA = shipped("data/models")
 
 
-def list_models() -> tuple[str, ...]:
+class KnownModels(tuple[str, ...]):
+    """Names that ``load_model`` knows; shown, they are a table of families and of where the values come from."""
+
+    def __repr__(self) -> str:
+        return "\n".join(columns([("model", "model_type", "values"), *self.facts()], left=(0, 1, 2)))
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            "<tr>"
+            + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
+            + "</tr>"
+            for row in self.facts()
+        )
+        heads = "".join(
+            f'<th scope="col" style="text-align:left">{h}</th>' for h in ("model", "model_type", "values")
+        )
+        return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+
+    def facts(self) -> list[tuple[str, str, str]]:
+        """(name, model_type, where the config's values come from) of each."""
+        found = []
+        for name in self:
+            config, _ = read_config(name, DATA)
+            found.append((name, str(config.get("model_type", "?")), str(config.get("_source", "not said"))))
+        return found
+
+
+def list_models() -> KnownModels:
     """Names that ``load_model`` knows."""
-    return tuple(sorted(path.parent.name for path in DATA.glob("*/config.json")))
+    return KnownModels(sorted(path.parent.name for path in DATA.glob("*/config.json")))
+
+
+def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--names", action="store_true", help="names alone, one a line")
+
+
+def models_command(arguments: argparse.Namespace) -> int:
+    """Print the known models, their families, and where each config's values come from."""
+    known = list_models()
+    print("\n".join(known) if arguments.names else repr(known))
+    return 0
 
 
 def load_model(config: Model | str | Path | Mapping) -> Model:

@@ -112,9 +112,15 @@ class Model:
             raise OptionError(
                 f"draft_layers = {options.draft_layers}: {self.name} has no full attention to copy"
             )
-        return tuple(
-            replace(like, name=f"{DRAFT_ROOT}{i}.self_attn.attn") for i in range(options.draft_layers)
-        )
+        drafted: list[Layer] = []
+        for i in range(options.draft_layers):
+            name = f"{DRAFT_ROOT}{i}.self_attn"
+            keys = next((layer for layer in self.layers if isinstance(layer, IndexerLayer)), None)
+            if isinstance(like, LatentLayer) and like.sparse and keys is not None:
+                # what a sparse layer reads is chosen by index keys of its own
+                drafted.append(replace(keys, name=f"{name}.indexer.k_cache"))
+            drafted.append(replace(like, name=f"{name}.attn"))
+        return tuple(drafted)
 
     def resolve(self, options: CacheOptions, aligned: bool = True) -> Resolved:
         """Options and config put together; ``aligned``: state pages made equal to attention pages."""
@@ -141,6 +147,7 @@ class Model:
             tensor_parallel_size=options.tensor_parallel_size,
             num_speculative_tokens=options.num_speculative_tokens,
             device=options.device,
+            engine=options.engine,
             latent_kernel_tokens=latent_kernel,
         )
         if not self.has_states:
@@ -241,7 +248,7 @@ class Model:
 
     def _layer(self, name: str) -> Layer:
         if name.startswith(DRAFT_ROOT):
-            return self.draft(CacheOptions(draft_layers=1))[0]
+            return self.draft(CacheOptions(draft_layers=1))[-1]
         if name not in self.layer:
             raise ConfigError(
                 f"{self.name}: no layer {name!r}; its layers are {', '.join(self.layer_names[:3])} …"

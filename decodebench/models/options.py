@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from decodebench.errors import DecodebenchError
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
+from decodebench.models.engines import ENGINES, NEWEST
 from decodebench.models.fields import MAX_LAYERS
 
 #: --kv-cache-dtype → dtype of the values (None: the model's own); packed formats hold no plain values
@@ -30,6 +33,23 @@ MEMORY_ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 class OptionError(DecodebenchError):
     """An option that no engine takes, or not with this model: says which, its value, and what is known."""
+
+
+def with_options(function: Callable) -> Callable:
+    """Show the fields of ``CacheOptions`` in the signature of a function that takes ``**options``.
+
+    So Tab completes them, and ``help`` lists them with their defaults.
+    """
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    given = {p.name for p in named}
+    options = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(CacheOptions)
+        if f.name not in given
+    ]
+    function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,8 @@ class CacheOptions:
     #: tokens that attention kernels work on at once; None: 16, 64 for latent attention
     kernel_block_size: int | None = None
     num_speculative_tokens: int = 0
+    #: the release whose layouts are planned
+    engine: str = NEWEST
     #: layers of a draft model that are shaped like the model's own full attention
     draft_layers: int = 0
     #: the card whose kernels and defaults are assumed
@@ -94,6 +116,7 @@ class CacheOptions:
             ("mamba_cache_dtype", STATE_DTYPES),
             ("mamba_ssm_cache_dtype", STATE_DTYPES),
             ("memory_order", (None, *MEMORY_ORDERS)),
+            ("engine", ENGINES),
         ):
             if getattr(self, name) not in known:
                 shown = ", ".join(str(k) for k in known if k is not None)

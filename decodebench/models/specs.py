@@ -25,7 +25,13 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "int8": 1,
     "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
 }
+
+#: dtypes of a state's tensors that hold positions (of a replay ring), not values
+COUNTERS = ("int16", "int32", "int64")
 
 
 class SpecError(DecodebenchError):
@@ -121,6 +127,11 @@ class KVCacheSpec:
     def parts(self) -> tuple[PagePart, ...]:
         """The typed tensors inside one page, in memory order."""
         raise NotImplementedError
+
+    @property
+    def not_plain(self) -> str | None:
+        """What a page holds where it holds no plain numbers and is zeroed instead of filled; None where it does."""
+        return None
 
     def with_block_size(self, block_size: int) -> Self:
         return replace(self, block_size=block_size)
@@ -268,6 +279,8 @@ class AttentionSpec(KVCacheSpec):
     head_size_v: int | None = None
     dtype: str
     state_content_bytes: int | None = None
+    #: slots that a kernel keeps a page's heads in where that is not one a KV head (2: keys, then values)
+    num_head_slots: int | None = None
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
@@ -287,6 +300,11 @@ class AttentionSpec(KVCacheSpec):
         return self.block_size // self.tokens_per_state
 
     @property
+    def head_slots(self) -> int:
+        """Heads of the page as kernels see it: H of ``[B, H, N, C]``."""
+        return self.num_head_slots or self.num_kv_heads
+
+    @property
     def entry_bytes(self) -> int:
         """Bytes of one head's entry: its key and its value."""
         if self.state_content_bytes is not None:
@@ -297,11 +315,15 @@ class AttentionSpec(KVCacheSpec):
     def unpadded_page_size_bytes(self) -> int:
         return self.num_kv_heads * self.entries_per_block * self.entry_bytes
 
+    @property
+    def not_plain(self) -> str | None:
+        return self.packed
+
     def parts(self) -> tuple[PagePart, ...]:
         if self.packed is not None:
             return (PagePart("packed", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
-        shape = (self.entries_per_block, self.num_kv_heads, self.head_size + (self.head_size_v or 0))
-        return (PagePart("kv", shape, self.dtype),)
+        width = self.num_kv_heads * (self.head_size + (self.head_size_v or 0)) // self.head_slots
+        return (PagePart("kv", (self.entries_per_block, self.head_slots, width), self.dtype),)
 
     @property
     def precision(self) -> tuple[str, str | None] | None:
@@ -543,6 +565,10 @@ class CircularBufferSpec(AttentionSpec):
     own_blocks: ClassVar[bool] = True
     filled_whole: ClassVar[bool] = True
 
+    @property
+    def not_plain(self) -> str | None:
+        return "circular buffer"
+
     def parts(self) -> tuple[PagePart, ...]:
         return (PagePart("ring", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
 
@@ -631,6 +657,9 @@ class MambaSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         if len(self.shapes) != len(self.dtypes):
             raise SpecError(f"state layer with {len(self.shapes)} shapes and {len(self.dtypes)} dtypes")
+        unknown = next((dtype for dtype in self.dtypes if dtype not in DTYPE_BYTES), None)
+        if unknown is not None:
+            raise SpecError(f"state layer of {unknown!r}: known are {', '.join(DTYPE_BYTES)}")
         if any(d < 1 for shape in self.shapes for d in shape):
             raise SpecError(f"state layer with an empty shape among {self.shapes}")
         super().__post_init__()
@@ -645,8 +674,13 @@ class MambaSpec(KVCacheSpec):
             names = tuple(f"state_{i}" for i in range(len(self.shapes)))
         parts, offset = [], 0
         for name, shape, dtype in zip(names, self.shapes, self.dtypes):
-            parts.append(PagePart(name, shape, dtype, offset))
-            offset += parts[-1].nbytes
+            size = prod(shape) * DTYPE_BYTES[dtype]
+            if dtype in COUNTERS:
+                part = PagePart(name, (size,), "uint8", offset, zeros_only=True)
+            else:
+                part = PagePart(name, shape, dtype, offset)
+            parts.append(part)
+            offset += size
         return tuple(parts)
 
     def _same_slots(self, other: KVCacheSpec) -> bool:

@@ -7,10 +7,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import floor, log2
 
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MultipleLocator, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    MultipleLocator,
+    NullLocator,
+)
 
-from decodebench.show.look import INK, MARKERS, MUTED, PALETTE, SKY, Chart, chart, styled
-from decodebench.words import bytes_text, plain_number, share_text
+from decodebench.errors import DecodebenchError
+from decodebench.show.look import (
+    INK,
+    MUTED,
+    PALETTE,
+    SKY,
+    Chart,
+    bar_style,
+    chart,
+    legend,
+    line_style,
+    panels,
+    styled,
+)
+from decodebench.words import bytes_text, plain_number, seconds_text, share_text, short
 
 
 @styled
@@ -35,6 +55,7 @@ def lines(
     """One line a value of ``series``, labelled at its end; ``spread`` names columns of a band, ``limit``
     draws a level.
     """
+    refuse_mixed(frame, x, series, y)
     figure, axes = chart(name, title, subtitle=subtitle, size=size)
     said = []
     for i, (label, part) in enumerate(frame.groupby(series, sort=False, dropna=False)):
@@ -42,25 +63,26 @@ def lines(
         if part.empty:
             continue
         xs, ys = part[x].astype(float).tolist(), part[y].astype(float).tolist()
-        colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
-        axes.plot(xs, ys, color=colour, marker=marker, label=str(label))
+        style = line_style(i)
+        axes.plot(xs, ys, label=short(label, 46), **style)
         if spread:
             axes.fill_between(
-                xs, *(part[s].astype(float).tolist() for s in spread), color=colour, alpha=0.18, lw=0
+                xs, *(part[s].astype(float).tolist() for s in spread), color=style["color"], alpha=0.18, lw=0
             )
-        said.append(
-            f"{label}: {_number(ys[0], percent)} at {plain_number(xs[0])} to {_number(ys[-1], percent)} at "
-            f"{plain_number(xs[-1])}"
-        )
+        ends = f"{_number(ys[0], percent)} at {plain_number(xs[0])}"
+        if len(xs) > 1:
+            ends += f" to {_number(ys[-1], percent)} at {plain_number(xs[-1])}"
+        said.append(f"{label}: {ends}")
     if limit:
         axes.axhline(limit[0], color=MUTED, linestyle="--", linewidth=1.2)
         axes.annotate(
             limit[1],
-            (1, limit[0]),
+            (0, limit[0]),
             xycoords=("axes fraction", "data"),
-            xytext=(-2, 3),
+            xytext=(6, -6),
             textcoords="offset points",
-            ha="right",
+            ha="left",
+            va="top",
             color=MUTED,
             fontsize=9,
         )
@@ -69,9 +91,7 @@ def lines(
     axes.set_ylabel(y_label or y)
     axes.margins(y=0.08)
     if len(said) > 1:
-        handles, labels = axes.get_legend_handles_labels()
-        columns = max(1, min(len(labels), 82 // (max(map(len, labels)) + 8)))
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+        legend(figure, *axes.get_legend_handles_labels())
     figure.alt = f"{title}. Line chart of {y_label or y} against {x_label or x}. " + "; ".join(said) + "."
     return figure
 
@@ -96,7 +116,7 @@ def bars(
     """Horizontal bars, a row a ``category``; ``values``: column → label. Numbers stand at the bars' ends."""
     on_axis = as_text or (lambda v: f"{100 * v:.3g}%" if percent else plain_number(v))
     as_text = as_text or (lambda v: _number(v, percent))
-    names = frame[category].astype(str).tolist()
+    names = [short(label, 44) for label in frame[category].astype(str)]
     thickness = 0.72 if stacked or len(values) == 1 else 0.84 / len(values)
     height = 1.45 + len(names) * (0.36 if stacked else max(0.36, 0.24 * len(values)))
     figure, axes = chart(name, title, subtitle=subtitle, size=size or (8.2, height))
@@ -105,12 +125,12 @@ def bars(
         numbers = frame[column].astype("Float64").fillna(0).astype(float).tolist()
         if stacked:
             places = list(range(len(names)))
-            axes.barh(places, numbers, thickness, left=left, color=colours[i % len(colours)], label=label)
+            axes.barh(places, numbers, thickness, left=left, label=label, **bar_style(i, colours))
             left = [a + b for a, b in zip(left, numbers)]
         else:
             shift = (i - (len(values) - 1) / 2) * thickness
             places = [j + shift for j in range(len(names))]
-            drawn = axes.barh(places, numbers, thickness * 0.92, color=colours[i % len(colours)], label=label)
+            drawn = axes.barh(places, numbers, thickness * 0.92, label=label, **bar_style(i, colours))
             missing = frame[column].isna().tolist()
             texts = ["" if m else as_text(v) for v, m in zip(numbers, missing)]
             axes.bar_label(drawn, texts, padding=3, fontsize=8.5, color=INK)
@@ -137,17 +157,13 @@ def bars(
         axes.set_xlim(0, max(axes.get_xlim()[1], 0.01))
     axes.set_xlabel(x_label)
     if len(values) > 1:
-        figure.legend(
-            *axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(values))
-        )
+        legend(figure, *axes.get_legend_handles_labels())
+    numbers = frame[list(values)].astype("Float64").astype(float).itertuples(index=False)
     rows = (
-        f"{label} "
-        f"{', '.join(f'{text} {_number(v, percent)}' for v, text in zip(row, values.values()) if v == v)}"
-        for label, row in zip(
-            names, frame[list(values)].astype("Float64").astype(float).itertuples(index=False)
-        )
+        f"{label} " + ", ".join(f"{text} {as_text(v)}" for v, text in zip(row, values.values()) if v == v)
+        for label, row in zip(names, numbers)
     )
-    figure.alt = f"{title}. Bar chart of {x_label}. " + "; ".join(rows) + "."
+    figure.alt = f"{title}. Bars: {x_label}. " + "; ".join(rows) + "."
     return figure
 
 
@@ -167,61 +183,122 @@ def bar_panels(
     highlight: Sequence[str] = (),
     size: tuple[float, float] | None = None,
 ) -> Chart:
-    """A panel a value of ``panel``, a bar a ``category``, each panel with its own scale; a refused case says
-    so.
+    """A panel a value of ``panel``, a bar a ``category``; a refused case says so.
 
-    ``highlight`` names categories drawn in the first colour, the others in the second.
+    Shares have one axis for all panels; other numbers too where they are of one size, else each panel
+    has its own scale and the figure says so. ``highlight`` names categories drawn in the first colour, the
+    others in a paler one. Seconds get the unit that suits them.
     """
+    scale, unit = unit_of(table[column]) if as_text is seconds_text else (1.0, "")
     as_text = as_text or (lambda v: _number(v, percent))
     categories = list(dict.fromkeys(table[category].astype(str)))
-    panels = list(dict.fromkeys(table[panel].astype(str)))
-    figure, axes = chart(
+    labels = list(dict.fromkeys(table[panel].astype(str)))
+    rows_of = {
+        label: {str(r[category]): r for r in table[table[panel].astype(str) == label].to_dict("records")}
+        for label in labels
+    }
+    largest = {
+        label: max((v for r in rows.values() if (v := value_of(r, column)) is not None), default=0.0)
+        for label, rows in rows_of.items()
+    }
+    common = shared_limit(list(largest.values()), percent)
+    x_label += f" ({unit})" if unit else ""
+    figure, axes = panels(
         name,
         title,
-        columns=len(panels),
-        subtitle=subtitle,
-        sharey=True,
-        squeeze=False,
-        size=size or (8.6, 1.6 + 0.36 * len(categories)),
+        labels,
+        subtitle=subtitle if common or len(labels) == 1 else f"{subtitle}; each panel has its own scale",
+        height=size[1] if size else 1.25 + 0.34 * len(categories),
     )
     said = []
-    for axis, label in zip(axes[0], panels):
-        rows = {
-            str(row[category]): row for row in table[table[panel].astype(str) == label].to_dict("records")
-        }
-        values = {c: value_of(rows.get(c), column) for c in categories}
-        largest = max((v for v in values.values() if v is not None), default=1.0) or 1.0
+    for axis, label in zip(axes, labels):
+        values = {c: value_of(rows_of[label].get(c), column) for c in categories}
         for place, c in enumerate(categories):
-            value, colour = values[c], PALETTE[0] if not highlight or c in highlight else SKY
+            value = values[c]
+            style = bar_style(0) if not highlight or c in highlight else bar_style(0, (SKY,))
             if value is not None:
-                axis.barh(place, value, 0.72, color=colour)
-            text = as_text(value) if value is not None else ("refused" if c in rows else "")
+                axis.barh(place, value / scale, 0.72, **style)
+            text = as_text(value) if value is not None else ("refused" if c in rows_of[label] else "")
             axis.annotate(
                 text,
-                (value or 0, place),
+                ((value or 0) / scale, place),
                 xytext=(4, 0),
                 textcoords="offset points",
                 va="center",
                 fontsize=8.5,
                 color=INK if value is not None else MUTED,
             )
-        axis.set_title(label)
-        axis.set_xlim(0, 1.32 * (1 if percent and largest > 0.9 else largest))
+        axis.set_xlim(0, 1.36 * ((common or largest[label] or 1.0) / scale))
+        axis.xaxis.set_major_locator(
+            FixedLocator([0, 0.5, 1]) if percent else MaxNLocator(nbins=4, prune="upper")
+        )
         axis.xaxis.set_major_formatter(
             FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if percent else plain_number(v))
         )
-        axis.locator_params(axis="x", nbins=4)
         axis.tick_params(axis="y", length=0)
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel(x_label)
         shown = ", ".join(
-            f"{c} {as_text(v) if v is not None else 'refused'}" for c, v in values.items() if c in rows
+            f"{c} {as_text(v) if v is not None else 'refused'}"
+            for c, v in values.items()
+            if c in rows_of[label]
         )
         said.append(f"{label}: {shown}")
-    axes[0][0].set_yticks(range(len(categories)), categories)
-    axes[0][0].set_ylim(len(categories) - 0.4, -0.6)
-    figure.alt = f"{title}. Bars of {x_label}. " + "; ".join(said) + "."
+    if len(axes) == 1:
+        axes[0].set_xlabel(x_label)
+    else:  # once for all panels: side by side the words would run into each other
+        figure.supxlabel(x_label, fontsize=10)
+    axes[0].set_yticks(range(len(categories)), [short(c, 24) for c in categories])
+    axes[0].set_ylim(len(categories) - 0.4, -0.6)
+    figure.alt = f"{title}. Bars: {x_label}. " + "; ".join(said) + "."
     return figure
+
+
+def shared_limit(largest: Sequence[float], percent: bool) -> float | None:
+    """The end of an axis that all panels share; None where their numbers are of too different a size."""
+    there = [value for value in largest if value > 0]
+    if percent:
+        return max(1.0, *there) if there else 1.0
+    if not there or max(there) > 8 * min(there):
+        return None
+    return max(there)
+
+
+def unit_of(seconds) -> tuple[float, str]:
+    """The unit that suits durations, as a factor and its name."""
+    largest = max((float(v) for v in seconds.dropna()), default=1.0)
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if largest >= factor:
+            return factor, unit
+    return 1e-9, "ns"
+
+
+def refuse_mixed(frame, x: str, series: str, y: str) -> None:
+    """Raises ``PlotRefused`` where a line would have several points at one place: names what to filter by."""
+    there = frame[frame[y].notna()]
+    twice = there[there.duplicated([series, x], keep=False)]
+    if twice.empty:
+        return
+    one = twice[(twice[series] == twice[series].iloc[0]) & (twice[x] == twice[x].iloc[0])]
+    mixed = next(
+        (c for c in one.columns if c not in (x, y, series, *CHANCE) and one[c].nunique(dropna=False) > 1),
+        None,
+    )
+    if mixed is None:
+        raise PlotRefused(
+            f"{len(one)} rows have {series} {one[series].iloc[0]} at {x} {one[x].iloc[0]}: keep one"
+        )
+    values = ", ".join(map(str, list(dict.fromkeys(one[mixed]))[:3]))
+    raise PlotRefused(
+        f"the table mixes several {mixed} ({values}): filter it to one, or draw a line each with series={mixed!r}"
+    )
+
+
+class PlotRefused(DecodebenchError):
+    """A table that this figure cannot show without misleading: names the column to filter by."""
+
+
+#: columns that differ from run to run: no setting by which to filter
+CHANCE = ("case_id", "run", "seconds", "verdict", "status", "reason")
 
 
 def value_of(row: Mapping | None, column: str) -> float | None:

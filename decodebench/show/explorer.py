@@ -19,14 +19,16 @@ from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import plan
 from decodebench.layout.pool import Batch, PoolExhausted, admit
-from decodebench.layout.shrink import shrink
+from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.models.load import list_models
 from decodebench.show import figures
 from decodebench.show import look as look_
-from decodebench.words import bytes_text, plain_number
+from decodebench.words import bytes_text, counted, plain_number, short
 
 GROUPINGS = ("auto", "hybrid", "packed", "promoted", "separate", "fixed(2)", "per_layer")
 BLOCK_SIZES = (None, 16, 32, 64, 128)
+#: stands for None in a drop-down: ipywidgets take None for "nothing chosen" and show a blank
+NONE = "none"
 CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -56,7 +58,8 @@ class View:
     def title(self) -> str:
         fault = FAULTS[self.choice.fault].name if self.choice.fault else "none"
         choice = self.choice
-        return f"{choice.model}, {choice.requests} requests of {choice.context:,} tokens, fault: {fault}"
+        asked = f"{counted(choice.requests, 'request')} of {counted(choice.context, 'token')}"
+        return f"{short(choice.model)}, {asked}, fault: {fault}"
 
 
 def look(choice: Choice) -> View:
@@ -74,7 +77,15 @@ def look(choice: Choice) -> View:
         max_model_len="auto",
     )
     small = shrink(layout, miniature=True, num_blocks=choice.blocks)
-    choice, batch = _admitted(small, choice)
+    try:
+        choice, batch = _admitted(small, choice)
+    except PoolExhausted:  # not even one token: a pool as large as one request of this model takes
+        enough = 1 + max(
+            blocks_named(admit(layout, requests=1, context=min(choice.context, layout.max_model_len)))
+        )
+        choice = replace(choice, blocks=enough)
+        small = shrink(layout, miniature=True, num_blocks=enough)
+        choice, batch = _admitted(small, choice)
     return View(choice, layout, trial(small, batch, Tags(), choice.fault))
 
 
@@ -146,12 +157,13 @@ def panel(view: View, asked: Choice | None = None) -> str:
     )
     capacity = view.layout.capacity(view.choice.context)
     facts = {
-        "blocks in " + view.choice.memory: f"{sum(view.layout.pool_num_blocks):,}",
+        f"blocks in {view.choice.memory} of KV cache": f"{sum(view.layout.pool_num_blocks):,}",
         "a block": bytes_text(view.layout.bytes_per_block()),
         "blocks a request": f"{sum(capacity.blocks_per_request):,}",
         f"requests of {view.choice.context:,}": plain_number(capacity.concurrency),
-        "a request costs": bytes_text(capacity.intercept_bytes),
-        "and each token": bytes_text(capacity.slope_bytes),
+        "one token reserves": bytes_text(capacity.start_bytes),
+        f"{view.choice.context:,} tokens reserve": bytes_text(capacity.request_bytes),
+        "a further token": bytes_text(capacity.slope_bytes),
     }
     rows = "".join(
         f'<tr><td style="text-align:left">{k}</td><td><b>{v}</b></td></tr>' for k, v in facts.items()
@@ -190,8 +202,8 @@ class Explorer:
         names = list_models()
         models = names if choice.model in names else (choice.model, *names)
         wide = {"layout": ipywidgets.Layout(width="19em"), "style": {"description_width": "5.5em"}}
-        faults = [("none", None), *((f"{fault.id} {fault.name}", fault.id) for fault in FAULTS.values())]
-        sizes = [("the model's own", None), *((f"{size} tokens", size) for size in BLOCK_SIZES if size)]
+        faults = [("none", NONE), *((f"{fault.id} {fault.name}", fault.id) for fault in FAULTS.values())]
+        sizes = [("the model's own", NONE), *((f"{size} tokens", size) for size in BLOCK_SIZES if size)]
         contexts = sorted({*CONTEXTS, choice.context})
         self.controls = {
             "model": ipywidgets.Dropdown(options=models, description="model", **wide),
@@ -203,14 +215,16 @@ class Explorer:
         }
         self.output = ipywidgets.HTML()
         for name, control in self.controls.items():
-            control.value = getattr(choice, name)
+            value = getattr(choice, name)
+            control.value = NONE if value is None else value
             control.observe(self._changed, names="value")
         box = ipywidgets.Layout(flex_flow="row wrap")
         self.widget = ipywidgets.VBox([ipywidgets.Box(list(self.controls.values()), layout=box), self.output])
         self._changed()
 
     def _changed(self, change: Mapping | None = None) -> None:
-        asked = replace(self.choice, **{name: control.value for name, control in self.controls.items()})
+        chosen = {name: control.value for name, control in self.controls.items()}
+        asked = replace(self.choice, **{k: None if v == NONE else v for k, v in chosen.items()})
         try:
             self.view = look(asked)
             self.output.value = panel(self.view, asked)

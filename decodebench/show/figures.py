@@ -5,27 +5,37 @@ text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import wraps
 
+from matplotlib.legend_handler import HandlerBase
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 
 from decodebench.cache.faults import FAULTS
+from decodebench.show.cells import note
 from decodebench.show.charts import bar_panels, bars, lines, value_of
 from decodebench.show.look import (
+    BLUE,
     EMPTY,
     FAINT,
     GREEN,
+    GREY,
+    GROUND,
     INK,
     MUTED,
     ORANGE,
     PALETTE,
     SKY,
     VERMILLION,
+    VIOLET,
     Chart,
     chart,
+    legend,
+    line_style,
+    panels,
     styled,
 )
-from decodebench.words import bytes_text, share_text
+from decodebench.words import bytes_text, counted, share_text, short, some
 
 __all__ = ["bar_panels", "bars", "lines"]
 
@@ -33,13 +43,24 @@ __all__ = ["bar_panels", "bars", "lines"]
 PAGE_STATES = {
     "null": (FAINT, "null block, never data"),
     "free": (EMPTY, "free"),
-    "owned": ("#77828e", "owned, not read by this step"),
+    "owned": (GREY, "owned, not read by this step"),
     "filled": (GREEN, "read and filled"),
     "zeroed": (SKY, "read, zeroed on purpose"),
     "wrong": (ORANGE, "read, wrong bytes"),
     "uncovered": (VERMILLION, "read, never filled"),
-    "stray": ("#8b3fbf", "written, nobody's"),
+    "stray": (VIOLET, "written, nobody's"),
     "clobbered": (INK, "written, somebody else's"),
+}
+
+
+#: outlines of a cell about its middle; an inner one that runs the other way is a hole. Shapes tell apart, on
+#: grey paper too, what colours tell apart
+SQUARE = (((-0.46, -0.44), (0.46, -0.44), (0.46, 0.44), (-0.46, 0.44)),)
+SHAPES = {
+    "uncovered": (*SQUARE, ((-0.2, -0.2), (-0.2, 0.2), (0.2, 0.2), (0.2, -0.2))),
+    "wrong": (((-0.46, -0.44), (0.46, -0.44), (-0.46, 0.44)),),
+    "stray": (((0, -0.46), (0.48, 0), (0, 0.46), (-0.48, 0)),),
+    "zeroed": (((-0.46, -0.22), (0.46, -0.22), (0.46, 0.22), (-0.46, 0.22)),),
 }
 
 
@@ -58,9 +79,9 @@ def draw_pages(axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[st
             continue
         corners, codes = [], []
         for row, column in cells:
-            left, right, low, high = column - 0.46, column + 0.46, row - 0.44, row + 0.44
-            corners += [(left, low), (right, low), (right, high), (left, high), (left, low)]
-            codes += [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
+            for shape in SHAPES.get(state, SQUARE):
+                corners += [(column + x, row + y) for x, y in (*shape, shape[0])]
+                codes += [Outline.MOVETO, *[Outline.LINETO] * (len(shape) - 1), Outline.CLOSEPOLY]
         axes.add_patch(PathPatch(Outline(corners, codes), facecolor=PAGE_STATES[state][0], linewidth=0))
         drawn.append(state)
     return drawn
@@ -68,12 +89,38 @@ def draw_pages(axes, states: Mapping[str, Sequence[tuple[int, int]]]) -> list[st
 
 def page_legend(figure, states: Sequence[str], columns: int = 4) -> None:
     """The legend of a page map, with each state in words."""
-    handles = [
-        Patch(facecolor=PAGE_STATES[s][0], label=PAGE_STATES[s][1]) for s in PAGE_STATES if s in states
-    ]
+    named = [s for s in PAGE_STATES if s in states]
+    handles = [PageKey(s) for s in named]
     figure.legend(
-        handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, handleheight=1.0
+        handles,
+        [PAGE_STATES[s][1] for s in named],
+        loc="outside lower left",
+        ncols=columns,
+        handlelength=1.1,
+        handleheight=1.0,
+        handler_map={PageKey: PageKeyHandler()},
     )
+
+
+class PageKey:
+    """A state, for the legend to draw in its cell's own shape."""
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+
+
+class PageKeyHandler(HandlerBase):
+    """Draws a ``PageKey`` as ``draw_pages`` draws its cells."""
+
+    def create_artists(self, legend, key, x, y, width, height, fontsize, transform):
+        corners, codes = [], []
+        for shape in SHAPES.get(key.state, SQUARE):
+            # a cell's rows run downwards, a legend's upwards
+            corners += [(x + width * (0.5 + a), y + height * (0.5 - b)) for a, b in (*shape, shape[0])]
+            codes += [Outline.MOVETO, *[Outline.LINETO] * (len(shape) - 1), Outline.CLOSEPOLY]
+        patch = PathPatch(Outline(corners, codes), facecolor=PAGE_STATES[key.state][0], linewidth=0)
+        patch.set_transform(transform)
+        return [patch]
 
 
 @styled
@@ -130,9 +177,12 @@ def page_maps(
             f"{label}: "
             + ", ".join(f"{counts[s]} pages {PAGE_STATES[s][1]}" for s in PAGE_STATES if s in counts)
         )
-    axes[0][0].set_yticks(
-        [(a + b) / 2 for a, b in edges.tolist()], [_group_label(first, g) for g in edges.index]
-    )
+    shown, last = [], -99.0
+    for g, (a, b) in zip(edges.index, edges.tolist()):  # labels that do not print over each other
+        if (a + b) / 2 - last >= 0.17 * len(row_of) / (height - 1.7):
+            last = (a + b) / 2
+            shown.append((last, _group_label(first, g)))
+    axes[0][0].set_yticks([place for place, _ in shown], [label for _, label in shown])
     for axis in axes[0]:
         axis.tick_params(axis="y", length=0)
     axes[0][0].set_ylabel("groups, a line a layer")
@@ -150,34 +200,76 @@ def _group_label(frame, group: int) -> str:
 
 # -- the notebooks' charts -------------------------------------------------------------------------
 
-#: column of a sweep → what the waste is called
+#: column of a sweep → what becomes of the memory that a step does not read
 WASTE = {
     "waste_padding_layers": "padding layers",
     "waste_padded_pages": "padded pages",
+    "waste_unread": "tokens no step reads",
     "waste_last_block": "behind the last token",
-    "waste_reserve": "kept for tokens in flight",
+    "waste_reserve": "reserved for tokens in flight",
     "waste_null_block": "null block",
     "waste_tail": "left over",
 }
+#: every cause has one look on all pages
+WASTE_STYLE = {
+    "waste_padding_layers": {"color": BLUE, "hatch": ""},
+    "waste_padded_pages": {"color": ORANGE, "hatch": "////"},
+    "waste_unread": {"color": VIOLET, "hatch": "----"},
+    "waste_last_block": {"color": GREEN, "hatch": ""},
+    "waste_reserve": {"color": SKY, "hatch": "\\\\\\\\"},
+    "waste_null_block": {"color": GREY, "hatch": ""},
+    "waste_tail": {"color": VERMILLION, "hatch": "xxxx"},
+}
 
 
+def measured(table):
+    """The rows that were measured."""
+    return table[table["status"] == "ok"].copy()
+
+
+def each_layout_once(table):
+    """Rows of one layout asked for in several ways (blocks of 8 and of 16 that both become 16) kept once."""
+    settings = list(table.columns[: table.columns.get_loc("status")])
+    same = [c for c in settings if c not in ("case_id", "block_size")] + ["group_block_sizes"]
+    return table.drop_duplicates(same) if set(same) <= set(table.columns) else table
+
+
+def or_a_sentence(function):
+    """A figure of measured rows; where there are none, a sentence that says so and why."""
+
+    @wraps(function)
+    def wrapper(table, *args, **kwargs):
+        if "status" in table and not (table["status"] == "ok").any():
+            reasons = some(dict.fromkeys(table["reason"].dropna()), none="no reason given")
+            return note(
+                f"No figure here: none of {counted(len(table), 'case')} could be measured ({reasons})."
+            )
+        if not len(table):
+            return note("No figure here: no case was asked for.")
+        return function(table, *args, **kwargs)
+
+    return wrapper
+
+
+@or_a_sentence
 def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
     """Coverage against the ratio of the groups' block sizes: with the fault, without it, and its worst
-    group.
+    group; of several cases with one ratio the worst.
     """
     import pandas as pd
 
-    kept = ["block_size_ratio", "share", "connector"]
+    table = measured(table)
     good, bad = table[table["fault"].isna()], table[table["fault"].notna()]
     frame = pd.concat(
         [
-            good.assign(share=good["coverage"], connector="each group's own block size")[kept],
-            bad.assign(share=bad["coverage"], connector="one block size for all: all groups")[kept],
+            good.assign(share=good["coverage"], connector="each group's own block size"),
+            bad.assign(share=bad["coverage"], connector="one block size for all: all groups"),
             bad.assign(
                 share=bad["worst_group_coverage"], connector="one block size for all: the worst group"
-            )[kept],
+            ),
         ]
     )
+    frame = frame.groupby(["connector", "block_size_ratio"], sort=False)["share"].min().reset_index()
     return lines(
         frame,
         "block_size_ratio",
@@ -192,59 +284,28 @@ def coverage_by_block_ratio(table, title: str, subtitle: str = "") -> Chart:
     )
 
 
-def waste(table, by: str, title: str, subtitle: str = "", name: str = "waste") -> Chart:
-    """Share of the memory that holds nothing anybody reads, by cause: a bar a value of ``by``."""
-    frame = table[table["status"] == "ok"]
-    shown = {c: label for c, label in WASTE.items() if (frame[c] > 0.0005).any()} or {
-        "waste_tail": "left over"
-    }
-    return bars(
-        frame,
-        by,
-        shown,
-        name=name,
-        title=title,
-        subtitle=subtitle,
-        x_label="share of the memory",
-        stacked=True,
-        percent=True,
-    )
-
-
+@or_a_sentence
 @styled
 def waste_panels(
     table, by: str, title: str, subtitle: str = "", panel: str = "model", name: str = "waste"
 ) -> Chart:
-    """Waste by cause, a panel a model, a bar a value of ``by``."""
+    """What no step reads by cause, a panel a model, a bar a value of ``by``; each cause in its own look."""
     categories = list(dict.fromkeys(table[by].astype(str)))
-    panels = list(dict.fromkeys(table[panel].astype(str)))
-    used = {c: label for c, label in WASTE.items() if (table[c].fillna(0) > 0.0005).any()}
-    figure, axes = chart(
-        name,
-        title,
-        columns=len(panels),
-        subtitle=subtitle,
-        sharey=True,
-        sharex=True,
-        squeeze=False,
-        size=(8.6, 1.95 + 0.36 * len(categories)),
+    labels = list(dict.fromkeys(table[panel].astype(str)))
+    used = [c for c in WASTE if (table[c].fillna(0) > 0.0005).any()] or ["waste_tail"]
+    figure, axes = panels(
+        name, title, labels, subtitle=subtitle, height=1.1 + 0.34 * len(categories), sharex=True
     )
     said = []
-    for axis, label in zip(axes[0], panels):
+    for axis, label in zip(axes, labels):
         rows = {str(row[by]): row for row in table[table[panel].astype(str) == label].to_dict("records")}
         totals = []
         for place, category in enumerate(categories):
             left = 0.0
-            for i, column in enumerate(used):
+            for column in used:
                 share = value_of(rows.get(category), column) or 0.0
-                axis.barh(
-                    place,
-                    share,
-                    0.72,
-                    left=left,
-                    color=PALETTE[i],
-                    label=used[column] if place == 0 else None,
-                )
+                style = {"edgecolor": GROUND, "linewidth": 0, **WASTE_STYLE[column]}
+                axis.barh(place, share, 0.72, left=left, **style)
                 left += share
             ok = value_of(rows.get(category), "waste_tail") is not None
             text = share_text(left) if ok else ("refused" if category in rows else "")
@@ -257,27 +318,31 @@ def waste_panels(
                 fontsize=8.5,
                 color=INK if ok else MUTED,
             )
-            totals.append(f"{category} {text}")
-        axis.set_title(label)
-        axis.set_xlim(0, 1.25)
+            row = rows.get(category)
+            causes = [f"{WASTE[c]} {share_text(v)}" for c in used if (v := value_of(row, c))]
+            totals.append(f"{category} {text}" + (f" ({', '.join(causes)})" if causes else ""))
+        axis.set_xlim(0, 1.3)
         axis.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
         axis.tick_params(axis="y", length=0)
         axis.grid(axis="y", visible=False)
         said.append(f"{label}: {', '.join(totals)}")
-    axes[0][0].set_yticks(range(len(categories)), categories)
-    axes[0][0].set_ylim(len(categories) - 0.4, -0.6)
-    axes[0][0].set_ylabel(by.replace("_", " "))
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=len(used))
-    figure.alt = (
-        f"{title}. Stacked bars, share of the memory: {', '.join(used.values())}. " + "; ".join(said) + "."
-    )
+    axes[0].set_yticks(range(len(categories)), [short(c, 24) for c in categories])
+    axes[0].set_ylim(len(categories) - 0.4, -0.6)
+    keys = [Patch(edgecolor=GROUND, linewidth=0, **_patch(WASTE_STYLE[column])) for column in used]
+    legend(figure, keys, [WASTE[column] for column in used])
+    figure.alt = f"{title}. Stacked bars, share of the memory. " + "; ".join(said) + "."
     return figure
 
 
+def _patch(style: Mapping[str, str]) -> dict:
+    return {"facecolor": style["color"], "hatch": style["hatch"]}
+
+
+@or_a_sentence
 def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
-    """Total waste against the block size in use, a line a model."""
-    frame = table[table["status"] == "ok"].copy()
-    frame["waste"] = frame[list(WASTE)].sum(axis=1)
+    """What no step reads, the reserve for tokens in flight left out, against the block size in use."""
+    frame = measured(table)
+    frame["waste"] = frame[[column for column in WASTE if column != "waste_reserve"]].sum(axis=1)
     frame = frame.drop_duplicates(["model", "block_in_use"])
     return lines(
         frame,
@@ -293,13 +358,12 @@ def waste_by_block_size(table, title: str, subtitle: str = "") -> Chart:
     )
 
 
+@or_a_sentence
 def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Chart:
     """Requests that fit against their length, a line a value of ``series``; both axes logarithmic."""
-    frame = table[table["status"] == "ok"].copy()
-    frame["length"] = frame["context"].astype("string").astype("Int64")
     return lines(
-        frame,
-        "length",
+        measured(table),
+        "longest_context",
         "concurrency",
         series,
         name="capacity",
@@ -311,18 +375,19 @@ def capacity(table, title: str, subtitle: str = "", series: str = "model") -> Ch
     )
 
 
+@or_a_sentence
 def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Chart:
-    """Requests that fit with a smaller KV cache type over those with the model's own, against their
-    length.
-    """
-    frame = table[table["status"] == "ok"].assign(length=table["context"].astype("string").astype("Int64"))
-    wide = frame.pivot(index=["model", "length"], columns="kv_cache_dtype", values="concurrency")
+    """Requests that fit with another KV cache type over those with the model's own, against their length."""
+    frame = measured(table)
+    wide = frame.pivot_table(
+        index=["model", "longest_context"], columns="kv_cache_dtype", values="concurrency", sort=False
+    )
+    if not {small, "auto"} <= set(wide):
+        return note(f"No figure here: no model was measured both with {small} and with its own type.")
     gain = (wide[small] / wide["auto"]).rename("gain").reset_index()
-    order = {model: i for i, model in enumerate(dict.fromkeys(frame["model"]))}
-    gain = gain.sort_values("model", key=lambda names: names.map(order), kind="stable")
     return lines(
         gain,
-        "length",
+        "longest_context",
         "gain",
         "model",
         name="dtype-gain",
@@ -330,17 +395,20 @@ def dtype_gain(table, title: str, subtitle: str = "", small: str = "fp8") -> Cha
         subtitle=subtitle,
         x_label="tokens of each request",
         y_label=f"requests with {small} / without",
-        limit=(2.0, "half the bytes: 2x"),
+        limit=(2.0, "2: half the bytes"),
     )
 
 
+@or_a_sentence
 def latency(
     table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "latency"
 ) -> Chart:
-    """Median decode step against ``x`` with its quartiles, and dashed what the memory needs, a line a
+    """Median decode step against ``x`` with its quartiles, and thin what the memory needs, a line a
     ``series``.
     """
-    frame = table[table["status"] == "ok"].copy()
+    frame = each_layout_once(measured(table))
+    if frame["median_s"].isna().all():
+        return note("No figure here: no step of these cases was timed (measure = decode times them).")
     for column in ("median_s", "q1_s", "q3_s", "limit_s"):
         frame[column.replace("_s", "_ms")] = 1e3 * frame[column]
     figure = lines(
@@ -356,18 +424,23 @@ def latency(
         spread=("q1_ms", "q3_ms"),
     )
     for i, (_, part) in enumerate(frame.groupby(series, sort=False)):
-        part = part.sort_values(x)
+        part = part.dropna(subset=["limit_ms"]).sort_values(x)
         figure.axes[0].plot(
-            part[x].astype(float), part["limit_ms"].astype(float), "--", color=PALETTE[i], linewidth=1
+            part[x].astype(float),
+            part["limit_ms"].astype(float),
+            linestyle=(0, (2, 2)),
+            color=line_style(i)["color"],
+            linewidth=1,
         )
     return figure
 
 
+@or_a_sentence
 def limit_share(
     table, x: str, title: str, subtitle: str = "", series: str = "model", name: str = "limit-share"
 ) -> Chart:
     """Share of the memory's speed that a step reaches, against ``x``."""
-    frame = table[table["status"] == "ok"]
+    frame = each_layout_once(measured(table))
     return lines(
         frame,
         x,
@@ -382,13 +455,14 @@ def limit_share(
     )
 
 
+@or_a_sentence
 def block_growth(table, title: str, subtitle: str = "") -> Chart:
     """Block size in use by the types of cache and state, a bar a combination (a sweep's table)."""
-    types = {"auto": "bfloat16"}
+    own = {"auto": "the model's own"}
     label = (
-        table["kv_cache_dtype"].replace(types)
+        table["kv_cache_dtype"].replace(own)
         + " cache, "
-        + table["mamba_ssm_cache_dtype"].replace(types)
+        + table["mamba_ssm_cache_dtype"].replace(own)
         + " states"
     )
     return bars(
@@ -407,7 +481,7 @@ def block_growth(table, title: str, subtitle: str = "") -> Chart:
 
 def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
     """Speed of our fill and of the naive loop next to memset, by case (rows of
-    ``bench.fill.measure_case``).
+    ``bench_fill.measure_case``).
     """
     frame = costs.assign(
         label=costs["case"] + ", " + costs["values"],
@@ -425,11 +499,12 @@ def fill_costs(costs, title: str, subtitle: str = "") -> Chart:
         name="fill-costs",
         title=title,
         subtitle=subtitle,
-        x_label="of memset's speed",
+        x_label="speed, memset's is 100%",
         percent=True,
     )
 
 
+@or_a_sentence
 def by_fault(
     table, column: str, *, name: str, title: str, subtitle: str = "", x_label: str = "", percent: bool = False
 ) -> Chart:
@@ -439,7 +514,7 @@ def by_fault(
     return bars(
         table.assign(label=label),
         "label",
-        {column: column},
+        {column: x_label or column},
         name=name,
         title=title,
         subtitle=subtitle,
@@ -449,14 +524,15 @@ def by_fault(
     )
 
 
+@or_a_sentence
 def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
-    """One resident step, and the same step with the fill inside it (rows of a sweep at decode level)."""
+    """One resident step, and beside it the sum of step and fill (rows of a sweep at decode level)."""
     import pandas as pd
 
-    row = table[table["status"] == "ok"].iloc[0]
+    row = measured(table).iloc[0]
     frame = pd.DataFrame(
         {
-            "what": ["the resident step", "a step with the fill inside"],
+            "what": ["the resident step, measured", "step and fill, added up"],
             "step": [1e3 * row["median_s"]] * 2,
             "fill": [0.0, 1e3 * row["fill_seconds"]],
         }
@@ -464,25 +540,26 @@ def fill_and_step(table, title: str, subtitle: str = "") -> Chart:
     return bars(
         frame,
         "what",
-        {"step": "decode step", "fill": "fill"},
+        {"step": "decode step (median)", "fill": "fill (once)"},
         name="fill-and-step",
         title=title,
         subtitle=subtitle,
-        x_label="milliseconds",
+        x_label="time (ms)",
         stacked=True,
-        as_text=lambda v: f"{v:.3g} ms",
+        as_text=lambda v: f"{v:.3g}",
     )
 
 
 def by_kind(table, title: str, subtitle: str = "") -> Chart:
-    """Cost of one layer of each kind (rows of ``decode.latency_table``), next to what the memory needs for
-    it.
-    """
+    """Cost of one layer of each kind (rows of ``latency_table``), next to what the memory needs for it."""
+    failed = table["failed"].dropna() if "failed" in table else ()
+    if "median_s" not in table or table["median_s"].isna().all():
+        return note(f"No figure here: no kind of layer could be timed ({some(dict.fromkeys(failed))}).")
     frame = table[(table["kind"] != "step") & table["median_s"].notna()].copy()
-    frame["label"] = frame["model"] + " · " + frame["kind"].str.replace("_", " ")
+    frame["label"] = frame["model"].map(short) + " · " + frame["kind"].str.replace("_", " ")
     frame["measured"] = 1e3 * frame["median_s"] / frame["layers"]
     frame["needed"] = 1e3 * frame["limit_s"] / frame["layers"]
-    return bars(
+    figure = bars(
         frame,
         "label",
         {"measured": "measured", "needed": "what the memory needs"},
@@ -490,24 +567,24 @@ def by_kind(table, title: str, subtitle: str = "") -> Chart:
         title=title,
         subtitle=subtitle,
         x_label="one layer of one decode step (ms)",
-        as_text=lambda v: f"{v:.3g} ms",
+        as_text=lambda v: f"{v:.3g}",
     )
+    figure.caption = f"Left out: {some(dict.fromkeys(failed))}" if len(failed) else ""
+    return figure
 
 
 # -- the real engine -------------------------------------------------------------------------------
 
 
 def engine_coverage(table, title: str, subtitle: str = "") -> Chart:
-    """Coverage by model and kind of group for each connector (a stored ``vllm.real_engine``), first setting."""
-    frame = table[table["setting"] == table["setting"].iloc[0]]
-    frame = (
-        frame.groupby(["model", "kind", "connector"], sort=False)[["required", "filled", "zeroed"]]
-        .sum()
-        .reset_index()
-    )
+    """Coverage by setting and model for each connector (a stored study), every setting that was run."""
+    frame = table.groupby(["setting", "model", "connector"], sort=False)[["required", "filled", "zeroed"]]
+    frame = frame.sum().reset_index()
     frame["coverage"] = (frame["filled"] + frame["zeroed"]) / frame["required"]
-    wide = frame.pivot(index=["model", "kind"], columns="connector", values="coverage").reset_index()
-    wide["label"] = wide["model"] + " · " + wide["kind"].str.replace("_", " ")
+    wide = frame.pivot_table(
+        index=["setting", "model"], columns="connector", values="coverage", sort=False
+    ).reset_index()
+    wide["label"] = wide["setting"] + " · " + wide["model"].map(short)
     shown = {name: name for name in dict.fromkeys(table["connector"])}
     return bars(
         wide,

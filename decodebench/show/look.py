@@ -7,34 +7,79 @@ file, alt text, the raw numbers) in its output's metadata, under the key ``decod
 from __future__ import annotations
 
 import io
+import re
+import textwrap
+from collections.abc import Sequence
 from functools import wraps
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
+
+from decodebench.words import short
 
 # Inks are chosen to read on a light page, and are told apart by value: an export swaps each for
-# its counterpart to make the same drawing readable on a dark one.
-INK, MUTED, FAINT, EMPTY = "#1f2429", "#5b6570", "#d3d8de", "#eceff2"
-DARK_INKS = {INK: "#e8eaed", MUTED: "#a4adb7", FAINT: "#434b55", EMPTY: "#2a3038", "#0072b2": "#2f8fe0"}
+# its counterpart to make the same drawing readable on a dark one. Every mark keeps a contrast of 3 on
+# its ground, text 4.5 (WCAG 2), and neighbours stay apart for eyes without red or green cones.
+GROUND, INK, MUTED, FAINT, EMPTY = "#ffffff", "#1f2429", "#5b6570", "#d3d8de", "#eceff2"
 
-#: Okabe and Ito's palette without its yellow, which no light page can show; ordered so that
-#: neighbours differ in lightness as well
+#: after Okabe and Ito, darkened for a light page; ordered so that neighbours differ in lightness as well
 BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#56B4E9",
-    "#CC79A7",
+    "#005f9e",
+    "#c98000",
+    "#009e73",
+    "#b03a00",
+    "#3d9bd1",
+    "#b5659a",
 )
+VIOLET, GREY = "#8b3fbf", "#77828e"
+DARK_INKS = {
+    GROUND: "#16191d",
+    INK: "#e8eaed",
+    MUTED: "#a4adb7",
+    FAINT: "#434b55",
+    EMPTY: "#2a3038",
+    BLUE: "#2f8fe0",
+    ORANGE: "#f2b33d",
+    VERMILLION: "#e8602a",
+    SKY: "#9ad6f7",
+    PURPLE: "#cc79a7",
+    VIOLET: "#b07be0",
+}
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
 #: a second channel for those who cannot tell the first
 MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)))
+#: patterns of bars, beside their colours
+HATCHES = ("", "////", "----", "\\\\\\\\", "xxxx", "||||")
+
+
+def line_style(i: int) -> dict:
+    """Colour, marker and dash of the i-th line: no two lines of a figure share all three, or two of them."""
+    turn = i // len(PALETTE)
+    return {
+        "color": PALETTE[i % len(PALETTE)],
+        "marker": MARKERS[(i + turn) % len(MARKERS)],
+        "linestyle": DASHES[turn % len(DASHES)],
+    }
+
+
+def bar_style(i: int, colours: Sequence[str] = PALETTE) -> dict:
+    """Colour and pattern of the i-th of several bars."""
+    turn = i // len(colours)
+    return {
+        "color": colours[i % len(colours)],
+        "hatch": HATCHES[(i + turn) % len(HATCHES)],
+        "edgecolor": GROUND,
+        "linewidth": 0,
+    }
+
 
 STYLE = {
-    "figure.facecolor": "none",
+    "figure.facecolor": GROUND,
     "axes.facecolor": "none",
-    "savefig.facecolor": "none",
+    "savefig.facecolor": GROUND,
+    "hatch.linewidth": 0.7,
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.color": INK,
@@ -85,17 +130,17 @@ class Chart(Figure):
 
     @styled
     def svg(self, dark: bool = False) -> str:
-        """The drawing as SVG with a transparent ground, in the inks of a light or of a dark page."""
+        """The drawing as SVG on an opaque ground, in the inks of a light or of a dark page."""
         buffer = io.StringIO()
         self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        text = buffer.getvalue()
+        text = slim(buffer.getvalue())
         return darkened(text) if dark else text
 
     @styled
     def png(self, dpi: int = 144) -> bytes:
         """The drawing as PNG on white."""
         buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=dpi, facecolor="white")
+        self.savefig(buffer, format="png", dpi=dpi, facecolor=GROUND)
         return buffer.getvalue()
 
     def _repr_mimebundle_(self, include=None, exclude=None):
@@ -110,28 +155,84 @@ class Chart(Figure):
         return data, {"decodebench": facts}
 
 
+def slim(svg: str) -> str:
+    """The same SVG with its coordinates to a hundredth of a point, and without the metadata."""
+    rounded = re.sub(
+        r'\bd="[^"]*"', lambda path: re.sub(r"\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}", path[0]), svg
+    )
+    return re.sub(r"\s*<metadata>.*?</metadata>", "", rounded, flags=re.S)
+
+
 def darkened(svg: str) -> str:
     """The same SVG in the inks of a dark page."""
-    for light, dark in DARK_INKS.items():
-        svg = svg.replace(light, dark)
-    return svg
+    return re.sub(r"#[0-9a-f]{6}\b", lambda ink: DARK_INKS.get(ink[0], ink[0]), svg)
 
 
 def chart(
     name: str, title: str, *, rows: int = 1, columns: int = 1, size=(8.2, 4.0), subtitle: str = "", **grid
 ):
     """An empty ``Chart`` with its title, and its axes as ``Figure.subplots`` gives them. Call under
-    ``styled``.
+    ``styled``. Title and subtitle wrap, and the figure grows by their further lines.
     """
-    figure = Chart(figsize=size, name=name)
+    width = size[0]
+    heads = textwrap.wrap(title, int(8.3 * width)) or [""]
+    below = textwrap.wrap(subtitle, int(14 * width))
+    further = LINE * (len(heads) - 1 + max(0, len(below) - 1))
+    height = size[1] + further
+    figure = Chart(figsize=(width, height), name=name)
     axes = figure.subplots(rows, columns, **grid)
-    heading = figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", wrap=True)
-    if subtitle:
-        heading.set_text(title + "\n")
+    text = "\n".join(heads + [""] * len(below))
+    figure.suptitle(text, x=0.012, ha="left", fontsize=12.5, fontweight="bold", linespacing=1.4)
+    if below:
+        # inches below the top, whatever a legend adds to the height afterwards
+        down = ScaledTranslation(0, -(0.34 + LINE * (len(heads) - 1)), figure.dpi_scale_trans)
         figure.text(
-            0.012, heading.get_position()[1] - 0.30 / size[1], subtitle, color=MUTED, va="top", fontsize=9.5
+            0.012,
+            1,
+            "\n".join(below),
+            color=MUTED,
+            va="top",
+            fontsize=9.5,
+            linespacing=1.5,
+            transform=figure.transFigure + down,
         )
     return figure, axes
 
 
-# -- tables, verdicts, provenance -----------------------------------------------------------------
+def panels(name: str, title: str, labels: Sequence[str], *, height: float, subtitle: str = "", **grid):
+    """A chart with a panel a label, three in a row at most; ``height`` in inches of one row of panels.
+
+    Returns the chart and the panels' axes; those of one row share their categories.
+    """
+    columns = min(3, len(labels)) or 1
+    rows = -(-len(labels) // columns) or 1
+    figure, axes = chart(
+        name,
+        title,
+        rows=rows,
+        columns=columns,
+        subtitle=subtitle,
+        size=(8.6, height * rows + 0.5),
+        sharey=True,
+        squeeze=False,
+        **grid,
+    )
+    flat = list(axes.flat)
+    for axis in flat[len(labels) :]:
+        axis.set_visible(False)
+    for axis, label in zip(flat, labels):
+        axis.set_title("\n".join(textwrap.wrap(short(label, 50), 26 if columns > 1 else 80)))
+    return figure, flat[: len(labels)]
+
+
+def legend(figure, handles: Sequence, labels: Sequence[str]) -> None:
+    """A legend under a figure, in as many columns as its width holds, the figure made taller for its rows."""
+    widest = max(map(len, labels), default=1)
+    columns = max(1, min(len(labels), int(10.3 * figure.get_figwidth()) // (widest + 7)))
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    rows = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.21 * max(0, rows - 1))
+
+
+#: inches of one further line of a title
+LINE = 0.243

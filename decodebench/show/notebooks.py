@@ -87,7 +87,7 @@ def execute(
     start = time.perf_counter()
     try:
         # threads that wait must not spin: beside other work on the machine a step would take ten times as long
-        client.execute(env=os.environ | {"OMP_WAIT_POLICY": "passive"})
+        client.execute(env=os.environ | {"OMP_WAIT_POLICY": "passive", "TQDM_DISABLE": "1"})
     except CellExecutionError as error:
         page.error = f"{error.ename}: {error.evalue}"
     page.seconds = time.perf_counter() - start

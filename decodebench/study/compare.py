@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decodebench.study.grid import AXES, SweepError
 from decodebench.study.table import COLUMNS, read
-from decodebench.words import some
+from decodebench.words import columns, plain_number, some
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: what two sweeps are compared by, where both have it
 METRICS = (
@@ -20,24 +24,35 @@ METRICS = (
     "num_blocks",
     "blocks_per_request",
     "concurrency",
-    "intercept_bytes",
+    "start_bytes",
+    "request_bytes",
     "slope_bytes",
 )
 
 
-def compare(a, b, *, across: Sequence[str] = (), partial: bool = False, metrics: Sequence[str] = METRICS):
+#: metrics of a clock: they differ from run to run, the others are exact
+TIMED = ("median_s", "gb_per_s", "limit_share", "fill_seconds")
+
+
+def compare(
+    a, b, *, again=None, across: Sequence[str] = (), partial: bool = False, metrics: Sequence[str] = METRICS
+) -> pd.DataFrame:
     """Two sweeps side by side: one row a case and metric, with the ratio b / a and its spread.
 
     ``a``, ``b``: result folders or tables of ``run`` and ``read``. Cases are matched by every
     setting except those in ``across``: ``across=("device",)`` compares a CPU's rows with a GPU's.
     ``partial`` compares the cases that both have and leaves out the others. The spread of a latency ratio
-    goes from quartile to quartile; ``distinguishable`` says whether it leaves out 1.
+    goes from quartile to quartile. ``again``: the first sweep measured a second time.
+
+    ``distinguishable``: True where exact values differ, and where a time's quartiles leave out 1 against
+    ``a`` and against ``again``; False where they do not; empty where nobody can tell, because there is one
+    sample only or no repeated run. ``why`` says which.
     Raises ``SweepError`` where settings differ, cases are missing, or latencies come from different
     machines (allowed by ``across=("machine",)``), and names what differs.
     """
     import pandas as pd
 
-    a, b = (read(side) if isinstance(side, str | Path) else side for side in (a, b))
+    a, b, again = (read(side) if isinstance(side, str | Path) else side for side in (a, b, again))
     unknown = set(across) - set(AXES) - {"machine"}
     if unknown:
         raise SweepError(
@@ -45,6 +60,7 @@ def compare(a, b, *, across: Sequence[str] = (), partial: bool = False, metrics:
         )
     keys = [axis for axis in AXES if axis not in across]
     sides = [_by_key(side, keys, name) for side, name in ((a, "first"), (b, "second"))]
+    repeated = {} if again is None else _by_key(again, keys, "repeated")
     common = [key for key in sides[0] if key in sides[1]]
     if not partial or not common:
         _refuse_different(sides, keys)
@@ -59,15 +75,58 @@ def compare(a, b, *, across: Sequence[str] = (), partial: bool = False, metrics:
             if pd.isna(x) or pd.isna(y):
                 continue
             low, high = _ratio_spread(before, after, metric)
+            told, why = _told_apart(before, repeated.get(key), after, metric)
             rows.append(
                 {keys[i]: key[i] for i in varying}
                 | {"metric": metric, "unit": COLUMNS[metric].unit, "a": float(x), "b": float(y)}
                 | {"ratio": y / x if x else float("nan"), "ratio_low": low, "ratio_high": high}
-                | {"distinguishable": bool(x != y) and not low <= 1 <= high}
+                | {"distinguishable": told, "why": why}
             )
     result = pd.DataFrame(rows)
+    if rows:
+        result["distinguishable"] = result["distinguishable"].astype("boolean")
     result.attrs["provenance"] = [a.attrs.get("provenance", []), b.attrs.get("provenance", [])]
     return result
+
+
+def summary(result: pd.DataFrame, rows: int = 20) -> str:
+    """What a comparison found, for a terminal: the differences first, and how much is the same or unclear."""
+    told = result["distinguishable"]
+    changed = result[told.fillna(False)]
+    unclear = result[told.isna() & (result["ratio"] != 1)]
+    lines = [
+        f"{len(result)} values compared: {len(changed)} differ, {int((told == False).sum())} do not, "  # noqa: E712
+        f"{int(told.isna().sum())} cannot be told apart from chance"
+    ]
+    for part in (changed, unclear):
+        if len(part):
+            shown = part.head(rows).drop(columns=["ratio_low", "ratio_high", "distinguishable"])
+            cells = [
+                [plain_number(v, row["metric"] if c in ("a", "b") else c) for c, v in row.items()]
+                for row in shown.drop(columns="unit").to_dict("records")
+            ]
+            shown = shown.drop(columns="unit")
+            lines += ["", *columns([list(shown.columns), *cells], left=range(len(shown.columns)))]
+            if len(part) > rows:
+                lines.append(f"… and {len(part) - rows} more: --csv writes them all")
+    return "\n".join(lines)
+
+
+def _told_apart(before: dict, again: dict | None, after: dict, metric: str) -> tuple[bool | None, str]:
+    """Whether two values differ for a reason, and why that can or cannot be said."""
+    if metric not in TIMED:
+        return bool(before[metric] != after[metric]), "exact"
+    if metric == "fill_seconds" or not (before["q1_s"] and after["q1_s"]):
+        return None, "one sample, no spread"
+    low, high = _ratio_spread(before, after, metric)
+    if low <= 1 <= high:
+        return False, "quartiles overlap"
+    if again is None or not again.get("q1_s") or not again.get(metric):
+        return None, "no repeated run to tell drift from difference"
+    low_again, high_again = _ratio_spread(again, after, metric)
+    if low_again <= 1 <= high_again or (high < 1) != (high_again < 1):
+        return False, "the repeated run overlaps"
+    return True, "quartiles of both runs leave out 1"
 
 
 def _by_key(frame, keys: Sequence[str], name: str) -> dict[tuple, dict]:
@@ -102,21 +161,26 @@ def _refuse_different(sides: Sequence[dict[tuple, dict]], keys: Sequence[str]) -
 
 
 def _refuse_different_machines(a, b) -> None:
-    machines = []
-    for frame in (a, b):
-        used = set(frame.loc[frame["median_s"].notna(), "run"])
-        machines.append(
-            {
-                (r.get("device"), r.get("cores"))
-                for r in frame.attrs.get("provenance", [])
-                if r.get("run") in used
-            }
-        )
-    if all(machines) and machines[0] != machines[1]:
+    machines = [_machines(frame) for frame in (a, b)]
+    if all(machines) and (machines[0] != machines[1] or len(machines[0]) > 1):
         raise SweepError(
             f"latencies of different machines: {_few(machines[0])} and {_few(machines[1])}. "
             "compare(…, across=('machine',)) compares them all the same"
         )
+
+
+def _machines(frame) -> set[str]:
+    """Machines that rows with a latency ran on: the row's own where a cluster ran it, else its run's."""
+    timed = frame[frame["median_s"].notna()]
+    nodes = timed["node"] if "node" in timed else timed["run"].isna()
+    of_run = {
+        r.get("run"): f"{r.get('device')}, {r.get('cores')} cores" for r in frame.attrs.get("provenance", [])
+    }
+    return {
+        node if isinstance(node, str) else of_run[run]
+        for node, run in zip(nodes, timed["run"])
+        if isinstance(node, str) or run in of_run
+    }
 
 
 def _ratio_spread(before: dict, after: dict, metric: str) -> tuple[float, float]:

@@ -9,16 +9,16 @@ import difflib
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
+from decodebench.layout.pool import BlockError, parse_lengths
 from decodebench.measure.journal import SCHEMA_VERSION
 
-#: how far a case goes, each level including those before it
-MEASURES = ("layout", "coverage", "audit", "decode")
+#: how far a case goes, each level including those before it; traffic goes on from the layout alone
+MEASURES = ("layout", "coverage", "audit", "decode", "traffic")
 #: what the connector writes
 VALUES = ("constant", "normal", "zeros", "unfilled")
 
@@ -35,7 +35,8 @@ class Case:
     model: str
     #: fields of the config.json to change, as JSON: {"num_key_value_heads": 2}
     hf_overrides: str | None = None
-    #: how far to go: "layout" (arithmetic), "coverage" (block ids), "audit" (bytes), "decode" (latency)
+    #: how far to go: "layout" (arithmetic), "coverage" (block ids), "audit" (bytes), "decode" (latency), or
+    #: "traffic" (requests simulated on the layout)
     measure: str = "coverage"
     #: memory the layout is planned for, in bytes or with a unit
     memory: str = "8GiB"
@@ -74,6 +75,19 @@ class Case:
     #: decode steps are timed for at least this long
     min_seconds: float = 0.3
     seed: int = 0
+    #: for "traffic": a trace's name or path
+    trace: str | None = None
+    #: requests a second; null: the trace's own times
+    rate: float | None = None
+    #: only the first so many; null: all
+    requests: int | None = None
+    #: whose floor steps take, divided by the efficiency
+    machine: str = "h100"
+    efficiency: float = 1.0
+    max_num_seqs: int = 256
+    #: limits of goodput in seconds: first token, further tokens; null: none
+    ttft_limit: float | None = None
+    tpot_limit: float | None = None
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -84,6 +98,8 @@ class Case:
     def case_id(self) -> str:
         """A name made of the case's content and, for a config of the user's own, the file's content."""
         content = {"schema": SCHEMA_VERSION} | asdict(self)
+        if self.measure != "traffic":  # these mean nothing to it, and came later
+            content = {name: value for name, value in content.items() if name not in TRAFFIC_AXES}
         if Path(self.model).is_file():
             content["model"] = hashlib.sha256(Path(self.model).read_bytes()).hexdigest()
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -91,18 +107,16 @@ class Case:
 
 AXES = tuple(field.name for field in fields(Case))
 
+#: axes of ``traffic`` alone
+TRAFFIC_AXES = AXES[AXES.index("trace") :]
+
 
 def parse_context(text: str | int) -> tuple[int, ...]:
     """``"4096"`` → (4096,); ``"63x4096+1x262144"`` → 64 lengths. Raises ``SweepError``."""
-    lengths: list[int] = []
-    for term in str(text).replace(" ", "").replace("_", "").split("+"):
-        match = re.fullmatch(r"(?:(\d+)[x×])?(\d+)", term)
-        if not match or int(match[2]) < 1 or (match[1] and not 1 <= int(match[1]) <= 1_000_000):
-            raise SweepError(
-                f"context {text!r}: write a length such as 4096, or a mix such as 63x4096+1x262144"
-            )
-        lengths += [int(match[2])] * int(match[1] or 1)
-    return tuple(lengths)
+    try:
+        return parse_lengths(text)
+    except BlockError as error:
+        raise SweepError(str(error)) from None
 
 
 def cases(grid: Mapping | Sequence[Mapping]) -> list[Case]:
@@ -162,6 +176,7 @@ _TYPES = {
     "str | None": (str, type(None)),
     "int | str | None": (int, str, type(None)),
     "float": (float, int),
+    "float | None": (float, int, type(None)),
 }
 
 
@@ -197,4 +212,6 @@ _POSITIVE = {
     "decode_context_parallel_size",
     "max_model_len",
     "layers_per_group",
+    "requests",
+    "max_num_seqs",
 }

@@ -15,7 +15,7 @@ from decodebench.layout.pool import Batch, admit
 from decodebench.models.fields import read_config
 from decodebench.models.load import DATA, load_model, read_model
 from decodebench.models.model import Model
-from decodebench.study.grid import Case, SweepError
+from decodebench.study.grid import TRAFFIC_AXES, Case, SweepError
 
 
 def forget() -> None:
@@ -55,6 +55,7 @@ _SHAPELESS = (
     "cold",
     "min_seconds",
     "seed",
+    *TRAFFIC_AXES,
 )
 
 
@@ -108,7 +109,9 @@ def layout_stage(case: Case, made: dict) -> dict:
         "blocks_per_request": mean,
         "concurrency": longest.concurrency,
         "tokens": longest.tokens,
-        "intercept_bytes": longest.intercept_bytes,
+        "longest_context": longest.length,
+        "start_bytes": longest.start_bytes,
+        "request_bytes": longest.request_bytes,
         "slope_bytes": longest.slope_bytes,
         **{f"waste_{cause}": share for cause, share in waste.items() if cause != "content"},
     }

@@ -20,7 +20,13 @@ STAGES = {
     "coverage": "decodebench.study.stages:coverage_stage",
     "audit": "decodebench.study.stages:audit_stage",
     "decode": "decodebench.study.stages:decode_stage",
+    "traffic": "decodebench.study.traffic_stage:traffic_stage",
 }
+
+
+def stages_of(measure: str) -> tuple[str, ...]:
+    """The measures whose stages a case runs, in order."""
+    return ("layout", "traffic") if measure == "traffic" else MEASURES[: MEASURES.index(measure) + 1]
 
 
 def evaluate(case: Case) -> dict:
@@ -29,7 +35,7 @@ def evaluate(case: Case) -> dict:
     row: dict = {"status": "ok", "reason": None}
     made: dict = {}  # what a stage leaves for the next: layout, batch, cache
     try:
-        for measure in MEASURES[: MEASURES.index(case.measure) + 1]:
+        for measure in stages_of(case.measure):
             row |= resolve_name(STAGES[measure])(case, made)
     except DecodebenchError as error:
         row |= {"status": "refused", "reason": _one_line(error)}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 
 from decodebench.cache.connector import ConnectorScheduler, ConnectorWorker
-from decodebench.cache.faults import faulty_halves
+from decodebench.cache.faults import fault_of, faulty_halves
 from decodebench.cache.run import fill_cache, schedule
 from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Constant, Normal, Zeros
 from decodebench.coverage.from_bytes import audit
 from decodebench.coverage.from_plan import plan_audit
+from decodebench.coverage.required import required_rows
 from decodebench.layout.pool import Batch
 from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.measure.bandwidth import bandwidth
@@ -25,7 +26,18 @@ def coverage_stage(case: Case, made: dict) -> dict:
     batch = made["batch"] = batch_of(shape_of(case))
     if case.values == "unfilled":
         return _columns(plan_audit(layout, batch, [()] * len(layout.groups)))
+    if case.fault and not fault_of(case.fault).shows_in_block_ids:
+        required = sum(len(rows.block_ids) * len(rows.layers) for rows in required_rows(layout, batch))
+        return {"required_pages": required, "verdict": _not_judged(case.fault)}
     return _columns(plan_audit(layout, batch, _planned_rows(layout, batch, case.fault)))
+
+
+def _not_judged(fault: str) -> str:
+    found = fault_of(fault)
+    return (
+        f"Not judged by block ids: {found.id} {found.name} leaves other bytes at the same ids. "
+        'measure = "audit" reads the bytes back.'
+    )
 
 
 def _planned_rows(layout, batch, fault: str | None):
@@ -95,6 +107,7 @@ def decode_stage(case: Case, made: dict) -> dict:
         "gb_per_s": measured.gbps,
         "limit_s": measured.limit,
         "limit_share": measured.share,
+        "layers_timed": len(measured.work),
         "backend_used": measured.backend,
         "notes": "; ".join((*measured.fallbacks, *measured.notes)) or None,
     }

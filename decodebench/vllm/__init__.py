@@ -27,8 +27,9 @@ same audit, to see what it misses.
 **Several GPUs.** Tensor, pipeline, data and context parallelism are vLLM's own. Every worker fills
 and audits its own shard; the audit's lines carry the rank.
 
-**Versions.** Tested with vLLM 0.32.0 (CPU). Others start with a warning, or not at all with
-``strict``; unknown options are refused with the list of known ones.
+**Versions.** ``compat.TESTED``: 0.30.0 to 0.33.0, on CPUs. Others start with a self-test of the
+protocol and a warning, or not at all with ``strict``; unknown options are refused with the list of
+known ones.
 """
 
 from importlib import import_module
@@ -38,7 +39,7 @@ _MODULE_OF = {
     "GroupedDecodeBenchConnector": "connector",
     "AuditedBuiltinConnector": "builtin",
     "Options": "options",
-    "TESTED": "options",
+    "TESTED": "compat",
     "audit": "audit_files",
     "read_audit": "audit_files",
     "audit_steps": "audit_files",

@@ -19,8 +19,9 @@ from vllm.logger import init_logger
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker
 from decodebench.errors import DecodebenchError
 from decodebench.layout.pool import RequestBlocks
+from decodebench.vllm.compat import check_version
 from decodebench.vllm.launch import request_amx
-from decodebench.vllm.options import Options, check_version, parse
+from decodebench.vllm.options import Options, parse
 from decodebench.vllm.stats import DecodeBenchStats
 from decodebench.vllm.step_audit import StepAuditor
 from decodebench.vllm.tables import LiveTables, tables_of
@@ -82,6 +83,10 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # -- scheduler -------------------------------------------------------------------------------
+
+    def get_loaded_kv_cache_group_ids(self, request) -> tuple[int, ...]:
+        """All of them: where a group is left out, vLLM computes its last window again."""
+        return self._kv_cache_config.transfer_group_ids
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
         if getattr(request.sampling_params, "prompt_logprobs", None) is not None:

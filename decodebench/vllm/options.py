@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may hold, and the vLLM versions this connector was run with."""
+"""What ``kv_connector_extra_config`` may hold."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from dataclasses import dataclass, fields
 from decodebench.cache.values import Constant, Normal, Values
 from decodebench.errors import DecodebenchError
 
-#: vLLM releases whose engine ran this connector's tests
-TESTED = ("0.32.0",)
-
 AUDITS = ("off", "plan", "bytes")
 
 
 class OptionRefused(DecodebenchError):
     """An option of the connector that does not exist or cannot have this value."""
-
-
-class UntestedVersion(DecodebenchError):
-    """A vLLM release that this connector was never run with."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +79,3 @@ def parse(extra_config: dict | None) -> Options:
 def _short(value: object) -> str:
     """A value in a message: as Python writes it, cut where it is long."""
     return reprlib.repr(value)
-
-
-def check_version(version: str, strict: bool) -> str | None:
-    """None for a tested vLLM, else a warning; with ``strict`` the warning is raised."""
-    release = version.split("+")[0]
-    if release in TESTED:
-        return None
-    message = (
-        f"vLLM {version} was never tested with decodebench's connector (tested: {', '.join(TESTED)}): "
-        "its connector interface is experimental and changes between releases; audit='bytes' shows "
-        "whether fills still land where decode reads"
-    )
-    if strict:
-        raise UntestedVersion(message)
-    return message

@@ -265,6 +265,8 @@ class StepAuditor:
         """
         for layer, blocks in self._fresh.items():
             pages, end = self.cache.pages(layer), 0
+            if pages.ndim == 3:  # nothing lies between or behind the pieces of a page
+                continue
             for part in (*sorted(self.cache.parts(layer), key=lambda part: part.offset), None):
                 start = pages.shape[1] if part is None else part.offset
                 if end < start:
@@ -358,6 +360,11 @@ def _place(pages: torch.Tensor) -> tuple[int, int]:
 
 def checksums(pages: torch.Tensor) -> torch.Tensor:
     """One number a row of uint8 ``[blocks, bytes]``; any single changed byte changes it."""
+    if pages.ndim == 3:  # a page in pieces that lie apart
+        return sum(
+            (checksums(piece) * (2 * i + 1) for i, piece in enumerate(pages.unbind(1))),
+            torch.zeros(()).long(),
+        )
     width = 8 if pages.shape[1] % 8 == 0 and pages.stride(0) % 8 == 0 and pages.data_ptr() % 8 == 0 else 1
     words = pages.view(torch.int64) if width == 8 else pages
     # odd weights, so that moved words count; sums wrap around

@@ -8,8 +8,10 @@ of layer that cannot be described exactly is refused by name: nothing is guessed
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
+import vllm
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as v
 
@@ -18,6 +20,7 @@ from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
 from decodebench.layout.placement import KVCacheTensor
 from decodebench.models import specs
+from decodebench.vllm import compat
 
 
 class UnknownToDecodebench(errors.DecodebenchError):
@@ -108,10 +111,11 @@ def spec_of(
     shared = {
         "block_size": spec.block_size,
         "page_size_padded": getattr(spec, "page_size_padded", None),
-        "dcp_sharded": spec.dcp_sharded,
-        "block_stride_alignment": spec.get_block_stride_alignment(),
+        "dcp_sharded": compat.dcp_sharded(spec),
+        "block_stride_alignment": compat.block_stride_alignment(spec),
     }
     if isinstance(spec, v.MambaSpec):
+        _check_states(spec, layer)
         return specs.MambaSpec(
             **shared,
             shapes=tuple(tuple(shape) for shape in spec.shapes),
@@ -125,6 +129,20 @@ def spec_of(
     return kind.pop("class")(**shared, **kind, **_attention_fields(spec, layer, cache_dtype))
 
 
+def _check_states(spec: v.MambaSpec, layer: str) -> None:
+    """Raise where a state would begin at a byte at which its numbers cannot be read in place."""
+    at = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes):
+        if at % dtype.itemsize:
+            raise UnknownToDecodebench(
+                f"layer {layer!r}: {getattr(spec.mamba_type, 'name', spec.mamba_type)} in vLLM "
+                f"{vllm.__version__} puts {dtype_name(dtype)} numbers at byte {at} of a page, no multiple of "
+                f"{dtype.itemsize}, which vLLM's own view cannot read either: choose other state dtypes "
+                "(--mamba-cache-dtype) or a tensor-parallel size that leaves an even number of channels"
+            )
+        at += prod(shape) * dtype.itemsize
+
+
 def _attention_kind(spec: v.KVCacheSpec, layer: str, max_encoder_tokens: int) -> dict:
     """Our class for an attention-like spec and the fields that are its own; subclasses come first."""
     name = type(spec).__name__
@@ -132,14 +150,14 @@ def _attention_kind(spec: v.KVCacheSpec, layer: str, max_encoder_tokens: int) ->
         "sliding_window": getattr(spec, "sliding_window", None),
         "attention_chunk_size": getattr(spec, "attention_chunk_size", None),
     }
+    if compat.is_ring(spec):
+        return {"class": specs.CircularBufferSpec}
     if isinstance(spec, v.SlidingWindowMLASpec):
         return {"class": specs.SlidingWindowMLASpec, "sliding_window": spec.sliding_window}
     if isinstance(spec, v.SlidingWindowSpec):
         return {"class": specs.SlidingWindowSpec, "sliding_window": spec.sliding_window}
     if isinstance(spec, v.ChunkedLocalAttentionSpec):
         return {"class": specs.ChunkedLocalAttentionSpec, "attention_chunk_size": spec.attention_chunk_size}
-    if isinstance(spec, v.CircularBufferSpec):
-        return {"class": specs.CircularBufferSpec}
     if isinstance(spec, v.CrossAttentionSpec):
         return {"class": specs.CrossAttentionSpec, "max_encoder_tokens": max_encoder_tokens}
     if isinstance(spec, v.MLAAttentionSpec):
@@ -159,8 +177,7 @@ def _attention_fields(spec: v.AttentionSpec, layer: str, cache_dtype: str) -> di
             f"layer {layer!r} stores {1 / spec.tokens_per_state} states a token: not supported"
         )
     cache_dtype = getattr(spec, "cache_dtype_str", None) or cache_dtype
-    dtype, dense = dtype_name(spec.dtype), spec.state_content_bytes is None
-    packed = None
+    dtype, packed, dense = dtype_name(spec.dtype), None, _is_dense(spec)
     if dense and spec.kv_quant_mode == v.KVQuantMode.FP8_PER_TENSOR and cache_dtype in FP8_DTYPES:
         dtype = FP8_DTYPES[cache_dtype]
         if dtype == "float8_e4m3fn" and current_platform.fp8_dtype() != torch.float8_e4m3fn:
@@ -169,14 +186,24 @@ def _attention_fields(spec: v.AttentionSpec, layer: str, cache_dtype: str) -> di
         # scales between the numbers, or bytes whose format nothing declares
         packed = cache_dtype if cache_dtype != "auto" else f"{spec.kv_quant_mode.name.lower()} {dtype}"
     return {
-        "num_kv_heads": spec.num_heads,
+        "num_kv_heads": spec.num_heads if packed else spec.num_kv_heads,
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,
         "dtype": dtype,
         "packed": packed,
         "state_content_bytes": spec.state_content_size_bytes if packed else None,
         "tokens_per_state": int(spec.tokens_per_state),
+        "num_head_slots": None if packed or spec.num_heads == spec.num_kv_heads else spec.num_heads,
     }
+
+
+def _is_dense(spec: v.AttentionSpec) -> bool:
+    """Whether an entry holds its keys and values and no byte more, in whatever order of heads.
+
+    Some kernels keep keys and values in two slots (``num_head_slots``): plain numbers all the same.
+    """
+    content = spec.num_kv_heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    return spec.num_heads * spec.state_content_size_bytes == content
 
 
 def owned_groups(layout: Layout) -> tuple[Layout, tuple[int, ...]]:

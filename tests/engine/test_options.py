@@ -3,7 +3,9 @@
 import pytest
 
 from decodebench.cache.values import Constant, Normal
-from decodebench.vllm.options import TESTED, OptionRefused, UntestedVersion, check_version, parse
+from decodebench.vllm import compat
+from decodebench.vllm.compat import TESTED, IncompatibleVersion, UntestedVersion, check_version
+from decodebench.vllm.options import OptionRefused, parse
 
 
 def test_defaults_are_the_built_in_connectors():
@@ -35,10 +37,9 @@ def test_what_cannot_be_is_refused(given, message):
         parse(given)
 
 
-def test_untested_versions_warn_or_are_refused():
-    assert check_version(TESTED[0] + "+cpu", strict=True) is None
-    assert f"tested: {TESTED[0]}" in check_version("0.99.0", strict=False)
-    with pytest.raises(UntestedVersion, match=r"vLLM 0\.99\.0 was never tested"):
+def test_untested_versions_are_refused_where_strict():
+    assert all(check_version(release + "+cpu", strict=True) is None for release in TESTED)
+    with pytest.raises(UntestedVersion, match=r"vLLM 0\.99\.0 was never tested.*tested: 0\.30\.0, "):
         check_version("0.99.0", strict=True)
 
 
@@ -59,3 +60,13 @@ def test_values_of_the_wrong_kind_or_size_are_refused_in_a_short_line(config, wo
     with pytest.raises(OptionRefused, match=words) as error:
         parse(config)
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_an_untested_version_starts_with_a_warning_if_the_protocol_is_the_same(monkeypatch):
+    monkeypatch.setattr(compat, "self_test", lambda: [])
+    assert "passed the self-test" in check_version("0.99.0", strict=False)
+    monkeypatch.setattr(compat, "self_test", lambda: ["MambaSpec has no shapes", "Request has no num_tokens"])
+    with pytest.raises(
+        IncompatibleVersion, match=r"MambaSpec has no shapes; Request has no num_tokens; use one of"
+    ):
+        check_version("0.99.0", strict=False)

@@ -7,6 +7,8 @@ import pytest
 from decodebench.layout.capacity import capacity, waste
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups, layout_for, plan, prepare
+from decodebench.layout.pool import admit
+from decodebench.layout.reads import decode_work
 from decodebench.models.load import DATA, load_model
 from decodebench.models.specs import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -157,18 +159,28 @@ def test_a_block_size_given_is_the_grain():
     assert grown.resolved.block_size == 1632
 
 
-def test_intercept_and_slope_describe_the_cost():
-    """Beyond the windows, the bytes of a request are intercept + slope × length, up to one block a group."""
-    for name in ("gemma-3-1b", "jamba-v0.1", "gpt-oss-20b", "qwen3-next-80b-a3b"):
-        layout = plan(name, "40GiB")
+def test_start_and_slope_mean_what_their_words_say():
+    """Starting costs what one token reserves; the slope joins two lengths, up to one block a group."""
+    for name in ("gemma-3-1b", "jamba-v0.1", "gpt-oss-20b", "qwen3-next-80b-a3b", "mistral-7b-v0.1"):
+        layout = plan(name, "80GiB", max_model_len="auto")
+        one = layout.capacity(1)
+        assert one.start_bytes == one.request_bytes == sum(one.blocks_per_request) * layout.bytes_per_block()
         for length in (20_480, 32_000):
             c = capacity(layout, length)
-            exact = sum(c.blocks_per_request) * layout.bytes_per_block()
-            assert (
-                0
-                <= exact - (c.intercept_bytes + c.slope_bytes * length)
-                < layout.bytes_per_block() * len(layout.groups)
+            assert c.start_bytes == one.request_bytes, "whatever length is asked about"
+            assert c.request_bytes == sum(c.blocks_per_request) * layout.bytes_per_block()
+            grown = capacity(
+                layout, length + 100 * max(map(layout.tokens_per_block, range(len(layout.groups))))
             )
+            further = (grown.request_bytes - c.request_bytes) - c.slope_bytes * (grown.length - c.length)
+            assert abs(further) <= layout.bytes_per_block() * len(layout.groups)
+
+
+def test_a_model_of_attention_alone_is_cheap_to_start():
+    """Gemma's windows make long requests cheap; a request of one token holds two blocks a window and one else."""
+    layout = plan("gemma-3-1b", "40GiB")
+    c = capacity(layout, 32_768)
+    assert c.start_bytes < 4 * 2**20 < 300 * 2**20 < c.request_bytes
 
 
 def test_one_tokens_figure_hides_both():
@@ -213,6 +225,25 @@ def test_waste_counts_what_windows_hold_for_tokens_in_flight():
     assert layout.blocks_per_request() == [6]
     assert w.reserve == pytest.approx(5 * 128 * 10 / 6)
     assert w.content == pytest.approx(128 * 10 / 6)
+
+
+def test_what_no_step_reads_counts_as_such_under_every_grouping():
+    """Windows allocated as full attention keep tokens that no step reads: that is no content."""
+    for name in ("gemma-3-1b", "gpt-oss-20b", "llama-4-scout-text"):
+        length = 16_000  # not the first token of a chunk
+        read = {}
+        for grouping in ("hybrid", "promoted"):
+            layout = plan(name, "80GiB", grouping=grouping, max_model_len=length)
+            batch = admit(layout, requests=2, context=length)
+            w = waste(layout, length)
+            moved = sum(work.bytes_read + work.bytes_written for work in decode_work(layout, batch)) / 2
+            fits = (layout.num_blocks - 1) / (
+                layout.capacity(length).request_bytes / layout.bytes_per_block()
+            )
+            read[grouping] = w.content / fits
+            assert read[grouping] == pytest.approx(moved, rel=0.01), (name, grouping)
+            assert (w.unread > w.content / 10) == (grouping == "promoted")
+        assert read["hybrid"] == pytest.approx(read["promoted"], rel=0.01), "a step reads the same bytes"
 
 
 def test_shares_add_up():

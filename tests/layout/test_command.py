@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+import decodebench as db
 from decodebench.__main__ import main
+from decodebench.errors import DecodebenchError
 from decodebench.models.load import DATA
 
 
@@ -159,3 +161,14 @@ def test_a_cold_plan_loads_nothing_heavy():
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "set()"
     assert "standard input" in done.stdout
+
+
+def test_releases_side_by_side(capsys):
+    assert main(["plan", "qwen3-next-80b-a3b", "--memory", "80GiB", "--compare-engines"]) == 0
+    shown = capsys.readouterr().out
+    assert "vllm-0.32" in shown and "vllm-0.33" in shown and "nothing changes between these releases" in shown
+
+
+def test_an_unknown_release_is_refused_with_the_known_ones():
+    with pytest.raises(DecodebenchError, match=r"engine = 'vllm-0\.9': known are vllm-0\.32, vllm-0\.33"):
+        db.plan("tiny-llama", memory="1GiB", engine="vllm-0.9")

@@ -136,6 +136,12 @@ def test_sparse_fp8_rows_are_packed_but_on_a_b200():
     assert [64 * layout.num_blocks for layout in tokens.values()] == [1_362_560, 1_362_560, 1_516_544]
 
 
+def test_a_draft_layer_of_sparse_attention_has_its_index_keys():
+    (group,) = prepare(GLM, draft_layers=1, num_speculative_tokens=1).groups
+    assert len(group.layer_names) == 4
+    assert group.bytes_per_block == 2 * 64 * (576 * 2 + 132)
+
+
 def test_modelopt_leaves_its_cache_dtype_beside_the_config(tmp_path):
     config = ONE | {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -54,8 +54,12 @@ def test_a_page_opens_without_errors_and_without_the_network(browser, exported, 
     assert browser.evaluate("[...document.querySelectorAll('main figure img')].every(i => i.alt.length > 30)")
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
-    shown = browser.evaluate("[...document.images].map(i => atob(i.currentSrc.split('base64,')[1] || ''))")
-    assert shown and all(("#e8eaed" in svg) == dark for svg in shown), "figures follow the page"
+    shown = browser.evaluate(
+        "[...document.querySelectorAll('picture img')].map(i => atob(i.currentSrc.split('base64,')[1] || ''))"
+    )
+    assert (shown or name == "index.html") and all(("#e8eaed" in svg) == dark for svg in shown), (
+        "figures follow the page"
+    )
 
 
 def test_text_keeps_its_contrast(browser, exported):
@@ -83,6 +87,29 @@ def test_on_paper_the_code_is_left_out_and_the_ground_is_white(browser, exported
     assert browser.evaluate("getComputedStyle(document.body).color") == "rgb(31, 36, 41)"
     svg = browser.evaluate("atob(document.querySelector('main figure img').currentSrc.split('base64,')[1])")
     assert "#e8eaed" not in svg
+
+
+@pytest.mark.parametrize("width", [718, 739], ids=["A4", "Letter"])
+def test_on_paper_no_column_is_lost(browser, exported, width):
+    """The width of the paper less Chromium's margins, in CSS pixels; nothing may lie outside it or scroll."""
+    browser.media(kind="print")
+    browser.size(width, 1000)
+    browser.open((exported / "01-quick-start.html").as_uri())
+    outside = browser.evaluate(
+        """[...document.querySelectorAll('main td, main th, main img, main pre')]
+        .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+        .map(e => e.tagName + ' ' + e.textContent.slice(0, 40))"""
+    )
+    assert outside == []
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.table, .scroll, .text')].every(e => e.scrollWidth <= e.clientWidth + 1)"
+    )
+    browser.size(1200, 900)
+
+
+def test_a_page_is_small_enough_to_send(exported):
+    for path in exported.glob("*.html"):
+        assert path.stat().st_size < 1_500_000, path.name
 
 
 # -- JupyterLab ------------------------------------------------------------------------------------
@@ -169,6 +196,8 @@ def test_a_notebook_runs_in_jupyterlab_and_the_explorer_answers(browser, lab, tm
     assert "never filled" in browser.evaluate("document.querySelector('.db-explorer').textContent")
     choose(browser, "fault", "none")
     browser.until(f"{verdict}.startsWith('100 %')", 30)
+    labels = "[...document.querySelectorAll('.widget-dropdown select')].map(s => s.selectedOptions[0]?.text)"
+    assert all(browser.evaluate(labels)), "no drop-down goes blank"
     choose(browser, "fault", "A8")
     browser.until(f"!{verdict}.startsWith('100 %')", 30)
     choose(browser, "model", "gemma-3-1b")

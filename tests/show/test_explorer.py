@@ -57,3 +57,17 @@ def test_the_panel_follows_its_controls_and_says_what_is_refused():
     data, metadata = explorer._repr_mimebundle_()
     assert {"application/vnd.jupyter.widget-view+json", "image/svg+xml"} <= set(data)
     assert metadata["decodebench"]["role"] == "chart" and len(metadata["decodebench"]["alt"]) > 40
+
+
+def test_no_choice_is_the_value_that_ipywidgets_take_for_nothing_chosen():
+    explorer = explore("tiny-nemotron-h", fault="A1")
+    for name in ("fault", "block_size"):
+        control = explorer.controls[name]
+        assert None not in [value for _, value in control.options]
+        control.value = control.options[0][1]
+        assert control.index == 0 and getattr(explorer.view.choice, name) is None
+
+
+def test_a_model_whose_smallest_request_is_larger_than_the_pool_gets_a_larger_pool():
+    view = look(Choice(model="whisper-large-v3", blocks=40))
+    assert view.choice.blocks > 40 and view.trial.audit.ok

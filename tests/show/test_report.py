@@ -188,3 +188,86 @@ def test_only_notebooks_that_take_a_model_get_it(trial, tmp_path, monkeypatch):
     assert stem == "01-good"
     assert (where / parameters["model"]).resolve() == config.resolve()
     assert parameters["model"].count("/") == 1, "no folders of this machine"
+
+
+def test_any_parameter_can_be_given_and_an_unknown_one_is_named(trial, tmp_path, capsys):
+    command = ["report", "--only", "01", "--out", str(tmp_path / "a")]
+    assert main([*command, "-p", "size=4", "-p", "model=a name"]) == 0
+    assert "Size 4 for a name" in (tmp_path / "a/index.html").read_text()
+    capsys.readouterr()
+    for wrong, says in [
+        (["-p", "sise=4"], "no notebook has a parameter 'sise': there are model, size"),
+        (["-p", "size"], "NAME=VALUE is expected"),
+        (["--memory", "much"], "memory 'much'"),
+        (["--context", "0"], "at least one token"),
+    ]:
+        assert main([*command, *wrong]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+
+
+def test_memory_and_context_reach_every_notebook_that_has_them():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    report.add_report_arguments(parser)
+    given = report.parameters_of(
+        parser.parse_args(["--memory", "80GiB", "--context", "8192", "-p", "requests=3"])
+    )
+    assert given == {"memory": "80GiB", "context": 8192, "contexts": [128, 512, 2048, 8192], "requests": 3}
+    for path in notebooks.NOTEBOOKS.glob("0[19]-*.ipynb"):
+        assert {"memory", "context"} & set(given) & set(notebooks.parameter_names(notebooks._read(path)))
+
+
+def test_a_report_never_writes_over_another(made, trial, tmp_path):
+    out, _ = made
+    before = {path.name: path.read_bytes() for path in out.glob("*.html")}
+    with pytest.raises(ReportError, match=r"holds another report \(02-bad.html\): .* --out FOLDER"):
+        report.build(out, only=["01"], progress=False)
+    assert {path.name: path.read_bytes() for path in out.glob("*.html")} == before
+
+
+def test_a_report_on_one_model_has_a_folder_of_its_own(trial, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        report,
+        "execute",
+        lambda path, parameters, **_: notebooks.Page(
+            path.stem, "title", "question", nbformat.v4.new_notebook()
+        ),
+    )
+    monkeypatch.setattr(report, "_write_page", lambda *a, **k: None)
+    assert main(["report", "--model", "tiny-llama"]) == 0
+    assert [p.name for p in (tmp_path / "reports").iterdir()] == ["tiny-llama"]
+    assert "decodebench report: tiny-llama" in (tmp_path / "reports/tiny-llama/index.html").read_text()
+
+
+def test_a_single_file_holds_every_page(trial, tmp_path):
+    report.build(tmp_path, only=["01"], single_file=True, progress=False)
+    text = (tmp_path / "index.html").read_text()
+    assert 'href="#01-good"' in text and '<article id="01-good">' in text and "All numbers" in text
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    for link in Links(text).found:
+        assert link.startswith(("data:", "#")), f"{link} is dead where the file was forwarded alone"
+
+
+def test_the_footer_names_where_each_page_was_measured(folder, tmp_path):
+    pages = []
+    for stem, device in (("01-a", "one"), ("02-b", "one"), ("08-c", "another")):
+        notebook = nbformat.v4.new_notebook()
+        cell = nbformat.v4.new_code_cell("x")
+        facts = {"role": "provenance", "facts": {"device": device, "cores": "2", "date": "2026-01-02T03:04"}}
+        cell.outputs = [nbformat.v4.new_output("display_data", {}, metadata={"decodebench": facts})]
+        notebook.cells.append(cell)
+        pages.append(notebooks.Page(stem, "t", "q", notebook))
+    said = report._made_on(pages)
+    assert said.startswith("Made 2026-01-02 on one, 2 cores") and "08: measured 2026-01-02 on another" in said
+
+
+def test_a_progress_bar_of_a_notebook_is_no_part_of_a_page():
+    data = {
+        "text/plain": "  0%|          | 0/4 [00:00<?, ?case/s]",
+        "application/vnd.jupyter.widget-view+json": {},
+    }
+    assert report._render(nbformat.v4.new_output("display_data", data)) == ""

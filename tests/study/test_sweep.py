@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from decodebench.cache.faults import FAULTS
 from decodebench.measure import journal as journals
 from decodebench.measure.journal import JOURNAL, PARQUET, PROVENANCE, Journal, JournalError, read_folder
-from decodebench.study import compare, plans, runners, sweep
+from decodebench.study import compare, plans, runners, spread, sweep
 from decodebench.study import table as table_
 from decodebench.study.grid import Case, SweepError, cases, load_grid, parse_context
 
@@ -247,7 +249,7 @@ def test_folders_of_another_kind_are_refused(tmp_path):
     stored = json.loads((tmp_path / PROVENANCE).read_text())
     (tmp_path / PROVENANCE).write_text(json.dumps(stored | {"schema": 0}))
     for attempt in (lambda: read_folder(tmp_path), lambda: Journal(tmp_path)):
-        with pytest.raises(JournalError, match="schema 0, this version reads and writes schema 1"):
+        with pytest.raises(JournalError, match="schema 0, this version reads and writes schema 2"):
             attempt()
     (tmp_path / PROVENANCE).write_text("nothing")
     with pytest.raises(JournalError, match="not the provenance of a sweep"):
@@ -283,7 +285,7 @@ def evaluated(monkeypatch):
     """Case ids in the order in which they are computed."""
     seen = []
     real = runners.evaluate
-    monkeypatch.setattr(sweep, "evaluate", lambda case: seen.append(case.case_id()) or real(case))
+    monkeypatch.setattr(spread, "evaluate", lambda case: seen.append(case.case_id()) or real(case))
     return seen
 
 
@@ -292,6 +294,9 @@ def test_a_table_has_the_documented_columns(tmp_path):
     assert list(table.columns) == list(table_.COLUMNS)
     assert {c: str(d) for c, d in table.dtypes.items()} == {c: str(d) for c, d in table_.DTYPES.items()}
     assert list(table_.schema()["column"]) == list(table.columns)
+    assert set(table[["model", "slope_bytes"]].attrs["meanings"]) == set(table.columns), (
+        "tooltips travel along"
+    )
     stored = sweep.run(GRID, tmp_path / "a")
     same(stored, table)
     same(sweep.read(tmp_path / "a"), table)
@@ -345,11 +350,11 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(case)
 
-    monkeypatch.setattr(sweep, "evaluate", interrupted)
+    monkeypatch.setattr(spread, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sweep.run(GRID, tmp_path)
     assert len(sweep.read(tmp_path)) == 2, "readable in between"
-    monkeypatch.setattr(sweep, "evaluate", real)
+    monkeypatch.setattr(spread, "evaluate", real)
     same(sweep.run(GRID, tmp_path), whole)
     assert sorted(p.name for p in tmp_path.iterdir()) == [PROVENANCE, PARQUET]
 
@@ -429,6 +434,33 @@ def test_coverage_of_faults_and_of_the_connector_as_it_should_be():
     assert prefix["clobbered_pages"] > 0, "the shared blocks of the prefix hit"
 
 
+@pytest.mark.parametrize("model", ["tiny-nemotron-h", "tiny-gemma3", "tiny-llama"])
+def test_block_ids_certify_nothing_that_bytes_deny(model):
+    """Whatever the coverage level says of a fault, the audit of the bytes says too, or the level is silent."""
+    table = sweep.run(
+        {
+            "model": model,
+            "fault": [None, *FAULTS],
+            "context": 200,
+            "batch": 2,
+            "memory": "64MiB",
+            "max_model_len": 1024,
+            "measure": ["coverage", "audit"],
+        }
+    )
+    assert set(table["status"]) == {"ok"}
+    sides = {measure: part.set_index(part["fault"].fillna("")) for measure, part in table.groupby("measure")}
+    for fault, row in sides["coverage"].iterrows():
+        if pd.isna(row["coverage"]):
+            assert "Not judged by block ids" in row["verdict"] and "audit" in row["verdict"]
+            assert row["required_pages"] == sides["audit"]["required_pages"][fault]
+        else:
+            assert row["coverage"] == pytest.approx(sides["audit"]["coverage"][fault]), fault
+            assert "by block ids" in row["verdict"]
+    silent = set(sides["coverage"].index[sides["coverage"]["coverage"].isna()])
+    assert {"A7", "A8", "A12", "A16"} <= silent and not silent & {"", "A1", "A2", "A3", "A4", "A6"}
+
+
 def test_audit_and_decode_levels_measure():
     table = sweep.run(
         [
@@ -484,7 +516,7 @@ def test_a_comparison_gives_ratios_with_their_spread():
     assert result["ratio_low"][0] == pytest.approx(2 * 0.9 / 1.1) and result["ratio_high"][
         0
     ] == pytest.approx(2 * 1.1 / 0.9)
-    assert list(result["distinguishable"]) == [True, False]
+    assert list(result["distinguishable"].isna()) == [True, False], "without a repeated run nobody can tell"
 
 
 def test_a_comparison_refuses_what_differs_unless_told():
@@ -523,3 +555,74 @@ def test_two_stored_sweeps_are_compared(tmp_path):
     result = compare.compare(tmp_path / "a", tmp_path / "b", across=["kv_cache_dtype"])
     fits = result[(result["metric"] == "num_blocks") & (result["model"] == "tiny-llama")]
     assert set(fits["ratio"].round(2)) == {2.0}
+
+
+def test_a_difference_of_times_needs_quartiles_and_a_repeated_run():
+    """Identical reruns differ in every clock: that is no difference."""
+    a, b, again = measured(), measured(), measured()
+    for column in ("median_s", "q1_s", "q3_s"):
+        b.loc[0, column] = a.loc[0, column] * 2
+    for frame, seconds in ((a, 1.0), (b, 1.1), (again, 1.2)):
+        frame["fill_seconds"] = seconds
+        frame["coverage"] = 1.0
+    b["coverage"] = [0.5, 1.0]
+
+    def told(**more):
+        result = compare.compare(a, b, metrics=["median_s", "fill_seconds", "coverage"], **more)
+        return {(r.block_size, r.metric): (r.distinguishable, r.why) for r in result.itertuples()}
+
+    alone, twice = told(), told(again=again)
+    assert alone[16, "median_s"] == (pd.NA, "no repeated run to tell drift from difference")
+    assert alone[32, "median_s"] == (False, "quartiles overlap")
+    assert alone[16, "fill_seconds"] == (pd.NA, "one sample, no spread") == twice[16, "fill_seconds"]
+    assert alone[16, "coverage"] == (True, "exact") and alone[32, "coverage"] == (False, "exact")
+    assert twice[16, "median_s"] == (True, "quartiles of both runs leave out 1")
+    for column in ("median_s", "q1_s", "q3_s"):
+        again.loc[0, column] = b.loc[0, column] * 1.01
+    assert told(again=again)[16, "median_s"] == (False, "the repeated run overlaps")
+    text = compare.summary(compare.compare(a, b, metrics=["median_s", "fill_seconds", "coverage"]))
+    assert text.startswith("6 values compared: 1 differ, 2 do not, 3 cannot be told apart from chance")
+    assert "50.0%" in text and "e+0" not in text
+
+
+def test_the_command_names_every_axis_and_gives_a_table(tmp_path, capsys):
+    from decodebench.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    help_text = capsys.readouterr().out
+    for axis in sweep.AXES:
+        assert re.search(rf"^{axis}\s.*\w", help_text, re.M), axis
+    grid = tmp_path / "grid.toml"
+    grid.write_text('model = ["tiny-llama", "nobody"]\nmeasure = "layout"\ncontext = [100, 2048, 512]\n')
+    assert main(["sweep", str(grid), "--quiet", "--csv", str(tmp_path / "rows.csv")]) == 0
+    said = capsys.readouterr().out
+    assert "(3 ok, 3 refused)" in said and "concurrency" in said
+    rows = pd.read_csv(tmp_path / "rows.csv")
+    assert len(rows) == 6 and list(rows.sort_values("longest_context")["longest_context"].dropna()) == [
+        100,
+        512,
+        2048,
+    ]
+    assert main(["sweep", str(grid), "--quiet"]) == 2
+    assert "--out FOLDER, --csv FILE" in capsys.readouterr().err
+
+
+def test_the_api_counts_what_was_refused():
+    with pytest.warns(sweep.CasesRefused, match="1 of 2 cases not measured .*1 × nobody"):
+        table = sweep.run({"model": ["tiny-llama", "nobody"], "measure": "layout"})
+    assert list(table["longest_context"].notna()) == [True, False]
+
+
+def test_an_interrupt_ends_in_a_line_that_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    from decodebench.__main__ import main
+
+    def interrupted(case):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "evaluate", interrupted)
+    grid = tmp_path / "grid.toml"
+    grid.write_text('model = "tiny-llama"\n')
+    assert main(["sweep", str(grid), "--quiet", "--out", str(tmp_path / "out")]) == 130
+    said = capsys.readouterr().err.strip()
+    assert "the same command goes on there" in said and "\n" not in said
