@@ -620,7 +620,7 @@ def test_an_interrupt_ends_in_a_line_that_says_how_to_go_on(tmp_path, monkeypatc
     def interrupted(case):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweep, "evaluate", interrupted)
+    monkeypatch.setattr(spread, "evaluate", interrupted)
     grid = tmp_path / "grid.toml"
     grid.write_text('model = "tiny-llama"\n')
     assert main(["sweep", str(grid), "--quiet", "--out", str(tmp_path / "out")]) == 130

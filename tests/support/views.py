@@ -69,9 +69,10 @@ class _Anything(types.ModuleType):
         return mock.MagicMock(name=name)
 
 
-sys.meta_path.insert(0, StandIn("flashinfer"))
-
 import vllm  # noqa: E402
+
+sys.meta_path.insert(0, StandIn("flashinfer"))  # where there is no vLLM, nothing of a test run meets it
+
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.v1 import kv_cache_interface as v  # noqa: E402
 from vllm.v1.attention.backend import AttentionBackend  # noqa: E402
