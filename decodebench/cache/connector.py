@@ -1,8 +1,8 @@
 """The grouped connector: stands in for a prefill, so that a benchmark starts at the first decode step.
 
 Two halves with the protocol of vLLM's connector API v1, without importing it. The *scheduler half*
-decides which rows (block ids per group) still need values; the *worker half* has ``fill`` write
-them. Both are built from the layout. Rows are manager blocks; nothing is guessed from a tensor,
+decides which blocks (ids per group) still need values; the *worker half* has ``fill`` write
+them. Both are built from the layout. Blocks are manager blocks; nothing is guessed from a tensor,
 and nothing that cannot be placed is skipped: it is an error that names group, layer, id and limit.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 from decodebench.cache.bind import bind
 from decodebench.cache.tensors import Cache
 from decodebench.cache.values import Constant, Values, Zeros, default_values
-from decodebench.cache.write import FillReport, fill_rows, merge_rows
+from decodebench.cache.write import FillReport, fill_blocks, merge_blocks
 from decodebench.errors import DecodebenchError
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
@@ -29,10 +29,10 @@ class ConnectorError(DecodebenchError):
 
 @dataclass(frozen=True)
 class RequestFill:
-    """The rows of one request that need values: block ids per group, null blocks left out."""
+    """The blocks of one request that need values: block ids per group, null blocks left out."""
 
     request_id: str
-    rows: tuple[tuple[int, ...], ...]
+    block_ids: tuple[tuple[int, ...], ...]
     num_external_tokens: int
 
 
@@ -83,11 +83,11 @@ class Fillable(Protocol):
 
 
 class ConnectorScheduler:
-    """Scheduler half: which rows of which request need values in this step.
+    """Scheduler half: which blocks of which request need values in this step.
 
     ``request`` is anything with ``request_id`` and ``num_tokens`` (vLLM's own objects fit).
     ``startup_fill``: the worker writes ``values`` (default: a constant) once at startup, and groups
-    that keep them (``startup_groups``) get no rows here.
+    that keep them (``startup_groups``) get no blocks here.
     ``counters``: requests filled, refilled after a preemption, and external tokens stood in for.
     """
 
@@ -112,7 +112,7 @@ class ConnectorScheduler:
     def update_state_after_alloc(
         self, request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
-        """Plan the rows of a request whose blocks were allocated: ``block_ids[g]`` is its table in group g.
+        """Plan the fill of a request whose blocks were allocated: ``block_ids[g]`` is its table in group g.
 
         Raises ``ConnectorError`` where a table is shorter than the plan, an id is out of range, or
         the number of tables is not the number of groups.
@@ -133,18 +133,18 @@ class ConnectorScheduler:
                 f"request {request.request_id!r}: {num_external_tokens} external tokens of "
                 f"{request.num_tokens}: the last token is computed, so at most all the others can be external"
             )
-        rows = tuple(
+        blocks = tuple(
             (
                 ()
                 if group in self.startup_filled
-                else self.rows_of_group(request, group, block_ids[group], start, stop)
+                else self.blocks_of_group(request, group, block_ids[group], start, stop)
             )
             for group in range(len(self.layout.groups))
         )
         again = request.request_id in self._filled or request.request_id in self._preempted
         self._preempted.discard(request.request_id)
         self._filled[request.request_id] = stop
-        self._pending[request.request_id] = RequestFill(request.request_id, rows, num_external_tokens)
+        self._pending[request.request_id] = RequestFill(request.request_id, blocks, num_external_tokens)
         self.counters["requests_refilled" if again else "requests_filled"] += 1
         self.counters["external_tokens"] += num_external_tokens
 
@@ -193,14 +193,14 @@ class ConnectorScheduler:
     def keep(self, block_id: int) -> bool:
         return block_id != NULL_BLOCK
 
-    def rows_of_group(
+    def blocks_of_group(
         self, request: Fillable, group: int, table: Sequence[int], start: int, stop: int
     ) -> tuple[int, ...]:
         positions = self.positions(group, start, stop, len(table))
         self.check_table(request, group, table, positions, stop)
-        rows = tuple(table[p] for p in positions if self.keep(table[p]))
-        self.check_ids(request, group, rows)
-        return rows
+        blocks = tuple(table[p] for p in positions if self.keep(table[p]))
+        self.check_ids(request, group, blocks)
+        return blocks
 
     def check_table(
         self, request: Fillable, group: int, table: Sequence[int], positions: range, stop: int
@@ -223,9 +223,9 @@ class ConnectorScheduler:
                     f"{read.start} to {read.stop - 1} there"
                 )
 
-    def check_ids(self, request: Fillable, group: int, rows: Sequence[int]) -> None:
+    def check_ids(self, request: Fillable, group: int, blocks: Sequence[int]) -> None:
         limit = self.layout.num_blocks_of(group)
-        for block_id in rows:
+        for block_id in blocks:
             if not 0 <= block_id < limit:
                 raise ConnectorError(
                     f"request {request.request_id!r}, {describe(self.layout, group)}: block id {block_id} "
@@ -234,10 +234,10 @@ class ConnectorScheduler:
 
 
 class ConnectorWorker:
-    """Worker half: has ``fill`` write the rows it is handed, each once a step.
+    """Worker half: has ``fill`` write the blocks it is handed, each once a step.
 
-    ``counters``: steps with a fill; rows asked for (requests that share a row ask for it each) and
-    rows written; bytes needed (each row's once) and bytes written; seconds spent filling, and the
+    ``counters``: steps with a fill; blocks asked for (requests that share a block ask for it each) and
+    blocks written; bytes needed (each block's once) and bytes written; seconds spent filling, and the
     part of them spent after the step had begun, which must stay 0.
     """
 
@@ -253,8 +253,8 @@ class ConnectorWorker:
         self.cache: Cache | None = None
         self.counters = {
             "fills": 0,
-            "rows_asked": 0,
-            "rows_written": 0,
+            "blocks_asked": 0,
+            "blocks_written": 0,
             "bytes_needed": 0,
             "bytes_written": 0,
             "seconds": 0.0,
@@ -273,23 +273,25 @@ class ConnectorWorker:
             )
         self.cache = cache
         if self.startup_filled:
-            rows = [
+            blocks = [
                 tuple(range(1, ours.num_blocks_of(group))) if group in self.startup_filled else ()
                 for group in range(len(ours.groups))
             ]
-            self._count(rows, self.write(rows), asked=sum(map(len, rows)))
+            self._count(blocks, self.write(blocks), asked=sum(map(len, blocks)))
 
     def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
-        """Fill a step's rows; they are written when this returns.
+        """Fill a step's blocks; they are written when this returns.
 
-        Raises ``ConnectorError`` before ``register_kv_caches``, ``FillRefused`` for rows that do
+        Raises ``ConnectorError`` before ``register_kv_caches``, ``FillRefused`` for blocks that do
         not exist, before the first byte is written.
         """
         if self.cache is None:
             raise ConnectorError("no KV caches are registered: call register_kv_caches first")
         needed = self.union(meta)
         report = together(self.fill_step(meta, needed), len(self.layout.groups))
-        self._count(needed, report, asked=sum(len(rows) for fill in meta.requests for rows in fill.rows))
+        self._count(
+            needed, report, asked=sum(len(blocks) for fill in meta.requests for blocks in fill.block_ids)
+        )
         return report
 
     def wait_for_layer_load(self, layer: str) -> None:
@@ -304,54 +306,55 @@ class ConnectorWorker:
         return bind(self.layout, kv_caches)
 
     def union(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
-        """The rows of all requests of the step, per group, each once."""
+        """The blocks of all requests of the step, per group, each once."""
         for fill in meta.requests:
-            if len(fill.rows) != len(self.layout.groups):
+            if len(fill.block_ids) != len(self.layout.groups):
                 raise ConnectorError(
-                    f"request {fill.request_id!r}: rows for {len(fill.rows)} groups, the layout has "
+                    f"request {fill.request_id!r}: blocks for {len(fill.block_ids)} groups, the layout has "
                     f"{len(self.layout.groups)}: build both halves from one layout"
                 )
         return [
-            merge_rows(fill.rows[group] for fill in meta.requests) for group in range(len(self.layout.groups))
+            merge_blocks(fill.block_ids[group] for fill in meta.requests)
+            for group in range(len(self.layout.groups))
         ]
 
-    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Each group's layers are filled at the group's own rows."""
-        return rows
+    def blocks_to_write(self, blocks: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Each group's layers are filled at the group's own blocks."""
+        return blocks
 
     def merge(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
         """What a step's metadata makes this worker write: block ids per group."""
-        return self.rows_to_write(self.union(meta))
+        return self.blocks_to_write(self.union(meta))
 
     def fill_step(self, meta: ConnectorMetadata, needed: list[tuple[int, ...]]) -> list[FillReport]:
         """One write for all requests of the step."""
-        return [self.write(self.rows_to_write(needed))]
+        return [self.write(self.blocks_to_write(needed))]
 
-    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
-        return fill_rows(self.cache, rows, self.values)
+    def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
+        return fill_blocks(self.cache, blocks, self.values)
 
     def _count(self, needed: Sequence[Sequence[int]], report: FillReport, asked: int) -> None:
         self.counters["fills"] += bool(asked)
-        self.counters["rows_asked"] += asked
+        self.counters["blocks_asked"] += asked
         self.counters["bytes_needed"] += sum(
-            len(rows) * sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
-            for rows, group in zip(needed, self.layout.groups)
+            len(blocks) * sum(spec.unpadded_page_size_bytes for spec in group.layer_specs)
+            for blocks, group in zip(needed, self.layout.groups)
         )
-        self.counters["rows_written"] += sum(report.rows)
+        self.counters["blocks_written"] += sum(report.blocks)
         self.counters["bytes_written"] += report.bytes_written
         self.counters["seconds"] += report.seconds
 
 
 def together(reports: Sequence[FillReport], groups: int) -> FillReport:
-    """The reports of several fills as one: rows written twice count twice, ``block_ids`` name each once."""
+    """The reports of several fills as one: blocks written twice count twice, ``block_ids`` name each once."""
     if len(reports) == 1:
         return reports[0]
-    total = FillReport(rows=[0] * groups, block_ids=[()] * groups)
+    total = FillReport(blocks=[0] * groups, block_ids=[()] * groups)
     for report in reports:
-        total.rows = [a + b for a, b in zip(total.rows, report.rows)]
+        total.blocks = [a + b for a, b in zip(total.blocks, report.blocks)]
         for name in ("bytes_needed", "bytes_written", "bytes_zeroed", "writes", "seconds", "prepare_seconds"):
             setattr(total, name, getattr(total, name) + getattr(report, name))
-    total.block_ids = [merge_rows(report.block_ids[g] for report in reports) for g in range(groups)]
+    total.block_ids = [merge_blocks(report.block_ids[g] for report in reports) for g in range(groups)]
     return total
 
 

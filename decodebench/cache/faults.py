@@ -14,7 +14,7 @@ import torch
 from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, ConnectorWorker, Fillable
 from decodebench.cache.tensors import Cache
 from decodebench.cache.values import Constant, Values, Zeros
-from decodebench.cache.write import FillReport, fill_rows
+from decodebench.cache.write import FillReport, fill_blocks
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK
@@ -113,7 +113,7 @@ class PreemptedCountsAsFilled(ConnectorScheduler):
 class IdsUnchecked(_Slicing):
     """A14's scheduler half: ids that no pool has are handed on."""
 
-    def check_ids(self, request: Fillable, group: int, rows: Sequence[int]) -> None:
+    def check_ids(self, request: Fillable, group: int, blocks: Sequence[int]) -> None:
         """Out of range or not, the worker will see."""
 
 
@@ -138,53 +138,53 @@ class EverythingAtStartup(ConnectorScheduler):
 class Group0Map(ConnectorWorker):
     """A1: the layers of every group are filled at group 0's block ids."""
 
-    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        limits = [self.layout.num_blocks_of(group) for group in range(len(rows))]
-        return [tuple(row for row in rows[0] if row < limit) for limit in limits]
+    def blocks_to_write(self, blocks: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        limits = [self.layout.num_blocks_of(group) for group in range(len(blocks))]
+        return [tuple(block for block in blocks[0] if block < limit) for limit in limits]
 
 
 class NullBlockAllowed(ConnectorWorker):
     """A5's worker half: id 0 is written like any other."""
 
-    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
-        return fill_rows(self.cache, rows, self.values, allow_null_block=True)
+    def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
+        return fill_blocks(self.cache, blocks, self.values, allow_null_block=True)
 
 
 class StatesFilledWhole(NullBlockAllowed):
     """A7: a state tensor is written in its entirety, all requests' states with it."""
 
-    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def blocks_to_write(self, blocks: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
             tuple(range(self.layout.num_blocks_of(group)))
             if ids and self.layout.groups[group].kv_cache_spec.holds_state
             else ids
-            for group, ids in enumerate(rows)
+            for group, ids in enumerate(blocks)
         ]
 
 
 class _OtherValues(ConnectorWorker):
-    """Right rows, wrong bytes in the groups that ``concerns`` names."""
+    """Right blocks, wrong bytes in the groups that ``concerns`` names."""
 
     def concerns(self, group: int) -> bool:
         raise NotImplementedError
 
-    def write_wrongly(self, group: int, rows: Sequence[int]) -> None:
-        only = [rows if g == group else () for g in range(len(self.layout.groups))]
-        fill_rows(self.cache, only, Zeros())
+    def write_wrongly(self, group: int, blocks: Sequence[int]) -> None:
+        only = [blocks if g == group else () for g in range(len(self.layout.groups))]
+        fill_blocks(self.cache, only, Zeros())
 
-    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
-        report = super().write(rows)
-        for group, group_rows in enumerate(rows):
-            if group_rows and self.concerns(group):
-                self.write_wrongly(group, group_rows)
+    def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
+        report = super().write(blocks)
+        for group, group_blocks in enumerate(blocks):
+            if group_blocks and self.concerns(group):
+                self.write_wrongly(group, group_blocks)
         return report
 
-    def overwrite_pages(self, group: int, rows: Sequence[int]) -> None:
+    def overwrite_pages(self, group: int, blocks: Sequence[int]) -> None:
         """Floats where no floats belong."""
         number = torch.tensor([self.values.mean if isinstance(self.values, Constant) else 0.015])
         for layer in self.layout.groups[group].layer_names:
             content = self.cache.flat(layer, 0)
-            content[list(rows)] = number.view(torch.uint8).repeat(cdiv(content.shape[1], 4))[
+            content[list(blocks)] = number.view(torch.uint8).repeat(cdiv(content.shape[1], 4))[
                 : content.shape[1]
             ]
 
@@ -228,22 +228,25 @@ class KernelBlocksMistaken(ConnectorWorker):
 
     kernel_blocks = 4
 
-    def write(self, rows: Sequence[Sequence[int]]) -> FillReport:
+    def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
         attention = [not group.kv_cache_spec.holds_state for group in self.layout.groups]
-        report = super().write([() if a else r for a, r in zip(attention, rows)])
-        for group, group_rows in enumerate(rows):
+        report = super().write([() if a else r for a, r in zip(attention, blocks)])
+        for group, group_blocks in enumerate(blocks):
             if not attention[group]:
                 continue
-            report.rows[group], report.block_ids[group] = len(group_rows), tuple(group_rows)  # so it believes
+            report.blocks[group], report.block_ids[group] = (
+                len(group_blocks),
+                tuple(group_blocks),
+            )  # so it believes
             for layer in self.layout.groups[group].layer_names:
                 flat = self.cache.flat(layer, 0)
                 if flat.shape[1] % self.kernel_blocks:
                     continue
                 part, index = self.cache.parts(layer)[0], self.layout.layer_index[layer]
                 small = flat.unflatten(1, (self.kernel_blocks, -1))
-                for row in group_rows:
-                    content = self.values.expected(part, index, row, device=flat.device)
-                    small[row // self.kernel_blocks, row % self.kernel_blocks] = content[: small.shape[2]]
+                for block in group_blocks:
+                    content = self.values.expected(part, index, block, device=flat.device)
+                    small[block // self.kernel_blocks, block % self.kernel_blocks] = content[: small.shape[2]]
                     report.bytes_written += small.shape[2] * small.itemsize
         return report
 
@@ -251,10 +254,10 @@ class KernelBlocksMistaken(ConnectorWorker):
 class SilentSkips(ConnectorWorker):
     """A14's worker half: ids out of range and layers without a cache are dropped without a word."""
 
-    def rows_to_write(self, rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def blocks_to_write(self, blocks: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [
-            tuple(row for row in ids if NULL_BLOCK < row < self.layout.num_blocks_of(group))
-            for group, ids in enumerate(rows)
+            tuple(block for block in ids if NULL_BLOCK < block < self.layout.num_blocks_of(group))
+            for group, ids in enumerate(blocks)
         ]
 
     def bind(self, kv_caches: Mapping) -> Cache:
@@ -289,7 +292,7 @@ class FillInsideStep(ConnectorWorker):
 
     def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
         groups = len(self.layout.groups)
-        self.late, self.report = meta, FillReport(rows=[0] * groups, block_ids=[()] * groups)
+        self.late, self.report = meta, FillReport(blocks=[0] * groups, block_ids=[()] * groups)
         return self.report
 
     def wait_for_layer_load(self, layer: str) -> None:
@@ -315,7 +318,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             "A2",
             "one global block size",
-            "rows of every group counted with group 0's block size",
+            "blocks of every group counted with group 0's block size",
             OneBlockSize,
         ),
         Fault(
@@ -343,7 +346,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             "A7",
             "state filled whole",
-            "every row of a state cache is written, other requests' too",
+            "every block of a state cache is written, other requests' too",
             worker=StatesFilledWhole,
         ),
         Fault(

@@ -1,4 +1,4 @@
-"""Reading rows back: what their bytes say, and whose content a wrong row holds."""
+"""Reading pages back: what their bytes say, and whose content a wrong page holds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from decodebench.cache.values import (
 )
 from decodebench.models.specs import PagePart
 
-#: states of a row as read back from its bytes
+#: states of a page as read back from its bytes
 FILLED, ZEROED, UNTOUCHED, WRONG = 0, 1, 2, 3
 STATE_NAMES = ("filled", "zeroed", "untouched", "wrong")
 
 
 @dataclass(frozen=True, eq=False)
-class RowStates:
-    """What the bytes of a group's rows say: int8 ``[layers, num_blocks]`` each, on the CPU.
+class PageStates:
+    """What the bytes of a group's pages say: int8 ``[layers, num_blocks]`` each, on the CPU.
 
     ``states``: FILLED, ZEROED, UNTOUCHED (every byte of the page still poison) or WRONG.
     ``padding``: UNTOUCHED where the bytes behind the content are still poison (or there are
@@ -45,15 +45,15 @@ class RowStates:
         return self.padding != UNTOUCHED
 
 
-def inspect_rows(
+def inspect_pages(
     cache: Cache, group: int, values: Values | None = None, blocks: torch.Tensor | None = None
-) -> RowStates:
-    """Compare every row of a group, byte for byte, with what ``values`` would have written.
+) -> PageStates:
+    """Compare every page of a group, byte for byte, with what ``values`` would have written.
 
     ``blocks`` (bool [num_blocks]) limits the look to some blocks, so that groups that alias the
     same bytes need not read all of them again; the others are reported as UNTOUCHED.
 
-    FILLED wins where values are zeros themselves; a row of parts that are only ever zeroed
+    FILLED wins where values are zeros themselves; a page of parts that are only ever zeroed
     (packed formats, circular buffers) is ZEROED. Every byte is read from memory about once, some
     MiB at a time; nothing of the size of the cache is allocated.
     """
@@ -62,7 +62,7 @@ def inspect_rows(
     first = cache.layout.layer_index[layers[0]]
     shape = (len(layers), cache.layout.num_blocks_of(group))
     filled, zero, poison = (torch.ones(shape, dtype=torch.bool) for _ in range(3))
-    plain = torch.zeros(shape, dtype=torch.bool)  # rows with at least one part of plain numbers
+    plain = torch.zeros(shape, dtype=torch.bool)  # pages with at least one part of plain numbers
     spans = cache.spans(group)
     values.prepare(value_dtypes([spans], values), cache.device)
     look = torch.as_tensor([True] * shape[1] if blocks is None else blocks, dtype=torch.bool)
@@ -84,7 +84,7 @@ def inspect_rows(
     states[zero] = ZEROED
     states[filled & plain] = FILLED
     states[:, ~look], padding[:, ~look] = UNTOUCHED, UNTOUCHED
-    return RowStates(states, padding)
+    return PageStates(states, padding)
 
 
 # -- by C++: every byte once, compared with its content as it streams by -------------------------
@@ -93,16 +93,16 @@ def inspect_rows(
 def _judge_spans(
     spans: Sequence[Span], values: Values, look: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each span bool [L, num_blocks]: rows that hold exactly the values, only zeros, only poison."""
+    """For each span bool [L, num_blocks]: pages that hold exactly the values, only zeros, only poison."""
     ids = look.nonzero()[:, 0].contiguous()
-    rows = []
+    pages = []
     for span in spans:
         source = source_of(span, values)
         content = source.number(span.part.dtype)
         if isinstance(source, Normal):
             content = compiled_rows.Noise(**source.window(span))
-        rows.append(compiled_rows.Rows(span.bits, ids, content))
-    for span, r, judged in zip(spans, rows, compiled_rows.judge(rows)):
+        pages.append(compiled_rows.Rows(span.bits, ids, content))
+    for span, r, judged in zip(spans, pages, compiled_rows.judge(pages)):
         found = torch.zeros((span.bits.shape[0], len(look)), dtype=torch.uint8)
         found[:, ids] = judged
         zero, poison, equal = (
@@ -118,16 +118,16 @@ def _judge_gaps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """bool [L, num_blocks] each: pages whose gaps are all zero, all poison."""
     ids = look.nonzero()[:, 0].contiguous()
-    rows = [(i, compiled_rows.Rows(gap[None], ids, None)) for i, layer in enumerate(gaps) for gap in layer]
+    pages = [(i, compiled_rows.Rows(gap[None], ids, None)) for i, layer in enumerate(gaps) for gap in layer]
     found = torch.full(shape, compiled_rows.ZERO | compiled_rows.POISON, dtype=torch.uint8)
-    for (i, _), judged in zip(rows, compiled_rows.judge([r for _, r in rows])):
+    for (i, _), judged in zip(pages, compiled_rows.judge([r for _, r in pages])):
         found[i, ids] &= judged[0]
     return (found & compiled_rows.ZERO) != 0, (found & compiled_rows.POISON) != 0
 
 
 # -- by torch: on other devices, and where no compiler is -----------------------------------------
 
-#: bytes a thread looks at together: twice for a row's smallest and largest number, which must stay in
+#: bytes a thread looks at together: twice for a page's smallest and largest number, which must stay in
 #: the CPU's second-level cache between the looks; once against a content, where fewer calls count for more
 LOOK_BYTES = {"cpu": 512 << 10, "cuda": 64 << 20}
 COMPARE_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
@@ -144,11 +144,11 @@ def _inspect_spans(
 def _inspect_span(
     span: Span, values: Values, look: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """bool [L, num_blocks] each: rows that hold exactly the values, only zeros, only poison."""
+    """bool [L, num_blocks] each: pages that hold exactly the values, only zeros, only poison."""
     look = look.to(span.bits.device)
     bits, number, poison = span.bits, values.number(span.part.dtype), poison_number(span.bits.itemsize)
     uniform = [0, poison] if number is None else [0, poison, number]
-    # a row that begins with none of these numbers does not consist of one of them
+    # a page that begins with none of these numbers does not consist of one of them
     first = bits[:, :, 0]
     one_number = torch.isin(first, torch.tensor(uniform, dtype=first.dtype, device=first.device))
     low, high = _extremes(bits, one_number & look)
@@ -160,38 +160,38 @@ def _inspect_span(
     return filled.cpu(), zero.cpu(), poisoned.cpu()
 
 
-def _chunks(rows: torch.Tensor, row_bytes: int, sizes: dict[str, int]) -> Iterator[tuple[slice, slice]]:
-    """Pieces of ``[L, num_blocks]`` of about ``sizes`` bytes that contain all of the given rows (bool)."""
-    layers, blocks = rows.shape
-    chunk_bytes = sizes.get(rows.device.type, sizes["cuda"])
-    if rows.device.type == "cpu":
+def _chunks(pages: torch.Tensor, row_bytes: int, sizes: dict[str, int]) -> Iterator[tuple[slice, slice]]:
+    """Pieces of ``[L, num_blocks]`` of about ``sizes`` bytes that contain all of the given pages (bool)."""
+    layers, blocks = pages.shape
+    chunk_bytes = sizes.get(pages.device.type, sizes["cuda"])
+    if pages.device.type == "cpu":
         chunk_bytes *= min(8, torch.get_num_threads())
     height = max(1, min(layers, chunk_bytes // row_bytes))
     count = max(1, chunk_bytes // (height * row_bytes))
     for top in range(0, layers, height):
-        wanted = rows[top : top + height].any(0).nonzero()[:, 0] // count
+        wanted = pages[top : top + height].any(0).nonzero()[:, 0] // count
         for i in wanted.unique().tolist():
             yield slice(top, min(layers, top + height)), slice(i * count, min(blocks, (i + 1) * count))
 
 
-def _extremes(bits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest element of the given rows of ``[L, num_blocks, numel]``; of others, 1 and 2."""
+def _extremes(bits: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest element of the given pages of ``[L, num_blocks, numel]``; of others, 1 and 2."""
     low = torch.full(bits.shape[:2], 1, dtype=bits.dtype, device=bits.device)
     high = torch.full_like(low, 2)
-    for chunk in _chunks(rows, bits.shape[2] * bits.itemsize, LOOK_BYTES):
+    for chunk in _chunks(pages, bits.shape[2] * bits.itemsize, LOOK_BYTES):
         torch.amin(bits[chunk], 2, out=low[chunk])
         torch.amax(bits[chunk], 2, out=high[chunk])
     return low, high
 
 
-def _equal(span: Span, values: Values, rows: torch.Tensor) -> torch.Tensor:
-    """bool [L, num_blocks]: which of the given rows hold exactly the values."""
+def _equal(span: Span, values: Values, pages: torch.Tensor) -> torch.Tensor:
+    """bool [L, num_blocks]: which of the given pages hold exactly the values."""
     bits = span.bits
     largest = torch.full(bits.shape[:2], 1, dtype=torch.uint8, device=bits.device)
     scratch = torch.empty(0, dtype=bits.dtype, device=bits.device)
-    for layers, blocks in _chunks(rows, span.part.nbytes, COMPARE_BYTES):
+    for layers, blocks in _chunks(pages, span.part.nbytes, COMPARE_BYTES):
         largest[layers, blocks] = 0
-        for row, piece, content in values.sources(
+        for page, piece, content in values.sources(
             bits[layers, blocks],
             span.part.dtype,
             span.first_layer + layers.start,
@@ -203,7 +203,7 @@ def _equal(span: Span, values: Values, rows: torch.Tensor) -> torch.Tensor:
             torch.bitwise_xor(piece, content, out=difference)
             # bytes are unsigned: the largest is 0 only if all are
             found = difference.view(torch.uint8).flatten(2).amax(2)
-            seen = largest[layers, blocks.start + row : blocks.start + row + piece.shape[1]]
+            seen = largest[layers, blocks.start + page : blocks.start + page + piece.shape[1]]
             torch.maximum(seen, found, out=seen)
     return largest == 0
 
@@ -234,11 +234,11 @@ def _gaps(cache: Cache, layer: str) -> Iterator[torch.Tensor]:
         yield page[:, end:]
 
 
-def identify_row(cache: Cache, group: int, layer: int, block: int, values: Values) -> tuple[int, int] | None:
-    """Whose content a row holds: (layer index, block) that ``values`` would have written it for.
+def identify_page(cache: Cache, group: int, layer: int, block: int, values: Values) -> tuple[int, int] | None:
+    """Whose content a page holds: (layer index, block) that ``values`` would have written it for.
 
-    ``layer`` counts the group's layers from 0. None where the row holds no such content. The
-    answer is the first of the cache's layers and blocks that fits, the row itself before others.
+    ``layer`` counts the group's layers from 0. None where the page holds no such content. The
+    answer is the first of the cache's layers and blocks that fits, the page itself before others.
     Constants tell nothing apart: use ``Normal`` or ``Tags``.
     """
     layout = cache.layout
@@ -247,22 +247,22 @@ def identify_row(cache: Cache, group: int, layer: int, block: int, values: Value
     if part_index is None:
         return None
     part = cache.parts(name)[part_index]
-    row = cache.flat(name, part_index)[block].view(BITS[torch_dtype(part.dtype).itemsize]).cpu()
-    for index, other in _candidates(cache, row, part, part_index, values, layout.layer_index[name], block):
-        expected = values.expected(part, index, other, part_index).view(row.dtype)
-        if torch.equal(expected, row):
+    page = cache.flat(name, part_index)[block].view(BITS[torch_dtype(part.dtype).itemsize]).cpu()
+    for index, other in _candidates(cache, page, part, part_index, values, layout.layer_index[name], block):
+        expected = values.expected(part, index, other, part_index).view(page.dtype)
+        if torch.equal(expected, page):
             return index, other
     return None
 
 
 def _candidates(
-    cache: Cache, row: torch.Tensor, part: PagePart, part_index: int, values: Values, layer: int, block: int
+    cache: Cache, page: torch.Tensor, part: PagePart, part_index: int, values: Values, layer: int, block: int
 ) -> Iterator[tuple[int, int]]:
-    """(layer index, block) pairs whose content may be this row, most likely first."""
+    """(layer index, block) pairs whose content may be this page, most likely first."""
     yield layer, block
     layers, blocks = len(cache.layout.layer_names), max(cache.layout.pool_num_blocks)
-    if isinstance(values, Tags) and row.numel() >= 16:
-        numbers = (row[:12].view(torch_dtype(part.dtype)).to(torch.float32) * 64).tolist()
+    if isinstance(values, Tags) and page.numel() >= 16:
+        numbers = (page[:12].view(torch_dtype(part.dtype)).to(torch.float32) * 64).tolist()
         if all(1 <= number <= 8 for number in numbers):
             digits = [int(number) - 1 for number in numbers]
             other = sum(d << 3 * i for i, d in enumerate(digits[:8]))
@@ -272,9 +272,9 @@ def _candidates(
         values.prepare([part.dtype], torch.device("cpu"))
         period = values.period(part.dtype)
         bank = values.bank(part.dtype, torch.device("cpu"))
-        starts = (bank[:period] == row[0]).nonzero()[:, 0]
-        for i in range(1, min(row.numel(), 64)):
-            starts = starts[bank[starts + i] == row[i]]
+        starts = (bank[:period] == page[0]).nonzero()[:, 0]
+        for i in range(1, min(page.numel(), 64)):
+            starts = starts[bank[starts + i] == page[i]]
         inverse = pow(BLOCK_STRIDE, -1, period)
         for start in starts.tolist():
             for index in range(layers):

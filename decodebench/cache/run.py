@@ -6,7 +6,7 @@ from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, C
 from decodebench.cache.faults import faulty_halves
 from decodebench.cache.tensors import Cache
 from decodebench.cache.values import FillRefused, Values, Zeros, default_values
-from decodebench.cache.write import FillReport, fill_rows, merge_rows
+from decodebench.cache.write import FillReport, fill_blocks, merge_blocks
 from decodebench.layout.pool import Batch, zeroed_on_allocation
 
 
@@ -47,13 +47,13 @@ def zero_new_blocks(cache: Cache, batch: Batch) -> None:
         if zeroed_on_allocation(layout, g):
             per_block = layout.tokens_per_block(g)
             tables = [blocks.block_ids[g][blocks.num_computed // per_block :] for blocks in batch.requests]
-            new[g] = merge_rows(filter(None, table) for table in tables)
+            new[g] = merge_blocks(filter(None, table) for table in tables)
     if any(new):
-        fill_rows(cache, new, Zeros())
+        fill_blocks(cache, new, Zeros())
 
 
 def schedule(scheduler: ConnectorScheduler, batch: Batch) -> ConnectorMetadata:
-    """The rows that need values: a batch through the scheduler half, as an engine's first step would."""
+    """The blocks that need values: a batch through the scheduler half, as an engine's first step would."""
     for blocks in batch.requests:
         external, _ = scheduler.get_num_new_matched_tokens(blocks, blocks.num_computed)
         scheduler.update_state_after_alloc(blocks, blocks.block_ids, external)

@@ -1,4 +1,4 @@
-"""How rows are written: each byte once, all rows, layers and parts of a step in one call where C++ builds.
+"""How blocks are written: each byte once, all blocks, layers and parts of a step in one call where C++ builds.
 
 Values that no compiled kernel knows, and machines without a compiler, take torch: runs of block ids,
 all layers of a group through one strided view.
@@ -44,14 +44,14 @@ class FillFailed(DecodebenchError):
 class FillReport:
     """What a fill wrote.
 
-    ``rows[g]``: rows written in group g (one row = one block of all the group's layers);
+    ``blocks[g]``: blocks written in group g (a block's page in every layer of the group);
     ``block_ids[g]``: which.
-    ``bytes_needed``: bytes of the parts of all rows asked for, each once; ``bytes_zeroed`` of them
+    ``bytes_needed``: bytes of the parts of all blocks asked for, each once; ``bytes_zeroed`` of them
     hold no plain numbers and were zeroed. ``seconds`` includes waiting for the device,
     ``prepare_seconds`` is checking and drawing the noise bank (once per ``Values``).
     """
 
-    rows: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     block_ids: list[tuple[int, ...]] = field(default_factory=list, repr=False)
     bytes_needed: int = 0
     bytes_written: int = 0
@@ -69,10 +69,10 @@ class FillReport:
         self.bytes_zeroed += nbytes if zeroed else 0
 
 
-def merge_rows(tables: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The block ids of many requests as sorted unique rows.
+def merge_blocks(tables: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The block ids of many requests as sorted unique blocks.
 
-    Equal tables are looked at once: requests that share their rows cost a hash each.
+    Equal tables are looked at once: requests that share their blocks cost a hash each.
     """
     merged: set[int] = set()
     for table in {tuple(table) for table in tables}:
@@ -80,52 +80,52 @@ def merge_rows(tables: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted(merged))
 
 
-def runs(rows: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Sorted unique rows as (start, count, step): equally spaced rows are written at once."""
+def runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Sorted unique blocks as (start, count, step): equally spaced blocks are written at once."""
     found, i = [], 0
-    while i < len(rows):
-        step = rows[i + 1] - rows[i] if i + 1 < len(rows) else 1
+    while i < len(blocks):
+        step = blocks[i + 1] - blocks[i] if i + 1 < len(blocks) else 1
         j = i + 1
-        while j < len(rows) and rows[j] - rows[j - 1] == step:
+        while j < len(blocks) and blocks[j] - blocks[j - 1] == step:
             j += 1
-        found.append((rows[i], j - i, step))
+        found.append((blocks[i], j - i, step))
         i = j
     return found
 
 
-def check_rows(
-    layout: Layout, rows_by_group: Sequence[Sequence[int]], allow_null_block: bool = False
+def check_blocks(
+    layout: Layout, ids_by_group: Sequence[Sequence[int]], allow_null_block: bool = False
 ) -> None:
-    """Refuse rows that do not exist, are the null block, repeat, or are out of order."""
-    if len(rows_by_group) != len(layout.groups):
-        raise FillRefused(f"rows for {len(rows_by_group)} groups, but the layout has {len(layout.groups)}")
-    for group, rows in enumerate(rows_by_group):
+    """Refuse blocks that do not exist, are the null block, repeat, or are out of order."""
+    if len(ids_by_group) != len(layout.groups):
+        raise FillRefused(f"blocks for {len(ids_by_group)} groups, but the layout has {len(layout.groups)}")
+    for group, blocks in enumerate(ids_by_group):
         limit = layout.num_blocks_of(group)
         spec = layout.groups[group]
         name = f"group {group} ({spec.kind}, first layer {spec.layer_names[0]!r})"
         previous = -1
-        for row in rows:
-            if not 0 <= row < limit:
-                raise FillRefused(f"{name}: block id {row} is out of range, valid ids are 1 to {limit - 1}")
-            if row <= previous:
+        for block in blocks:
+            if not 0 <= block < limit:
+                raise FillRefused(f"{name}: block id {block} is out of range, valid ids are 1 to {limit - 1}")
+            if block <= previous:
                 raise FillRefused(
-                    f"{name}: block id {row} after {previous}: rows must be sorted and unique (merge_rows)"
+                    f"{name}: block id {block} after {previous}: blocks must be sorted and unique (merge_blocks)"
                 )
-            previous = row
-        if len(rows) and rows[0] == 0 and not allow_null_block:
+            previous = block
+        if len(blocks) and blocks[0] == 0 and not allow_null_block:
             raise FillRefused(
                 f"{name}: block id 0 is the null block, a placeholder that holds no data: leave it out"
             )
 
 
-def fill_rows(
+def fill_blocks(
     cache: Cache,
-    rows_by_group: Sequence[Sequence[int]],
+    ids_by_group: Sequence[Sequence[int]],
     values: Values | None = None,
     *,
     allow_null_block: bool = False,
 ) -> FillReport:
-    """Write the rows of a step: ``rows_by_group[g]`` are sorted unique block ids of group g.
+    """Write the blocks of a step: ``ids_by_group[g]`` are sorted unique block ids of group g.
 
     All layers of a group are written. Parts that hold no plain numbers (packed formats, circular
     buffers) are zeroed. Raises ``FillRefused`` before anything is written, ``FillFailed`` (with
@@ -133,13 +133,13 @@ def fill_rows(
     """
     values = default_values() if values is None else values
     began = time.perf_counter()
-    rows_by_group = [list(rows) for rows in rows_by_group]
-    check_rows(cache.layout, rows_by_group, allow_null_block)
-    spans = [cache.spans(group) if rows else [] for group, rows in enumerate(rows_by_group)]
+    ids_by_group = [list(blocks) for blocks in ids_by_group]
+    check_blocks(cache.layout, ids_by_group, allow_null_block)
+    spans = [cache.spans(group) if blocks else [] for group, blocks in enumerate(ids_by_group)]
     values.prepare(value_dtypes(spans, values), cache.device)
-    report = FillReport(rows=[0] * len(rows_by_group), block_ids=[()] * len(rows_by_group))
-    for group_spans, rows in zip(spans, rows_by_group):
-        report.bytes_needed += len(rows) * sum(s.view.shape[0] * s.part.nbytes for s in group_spans)
+    report = FillReport(blocks=[0] * len(ids_by_group), block_ids=[()] * len(ids_by_group))
+    for group_spans, blocks in zip(spans, ids_by_group):
+        report.bytes_needed += len(blocks) * sum(s.view.shape[0] * s.part.nbytes for s in group_spans)
     kernel = _kernel(cache.device)
     if kernel is not None:
         for span in [s for group_spans in spans for s in group_spans]:
@@ -151,13 +151,13 @@ def fill_rows(
         if events:
             events[0].record()
         if kernel is None:
-            spans = _fill_compiled(spans, rows_by_group, values, report)
-        for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
-            ids = kernel.device_rows(rows, cache.device) if kernel is not None and rows else None
-            group_runs = runs(rows) if group_spans and (ids is None or isinstance(values, Tags)) else []
+            spans = _fill_compiled(spans, ids_by_group, values, report)
+        for group, (group_spans, blocks) in enumerate(zip(spans, ids_by_group)):
+            ids = kernel.device_rows(blocks, cache.device) if kernel is not None and blocks else None
+            group_runs = runs(blocks) if group_spans and (ids is None or isinstance(values, Tags)) else []
             for span in group_spans:
                 _fill_span(span, group_runs, values, report, ids)
-            report.rows[group], report.block_ids[group] = len(rows), tuple(rows)
+            report.blocks[group], report.block_ids[group] = len(blocks), tuple(blocks)
     except RuntimeError as error:
         raise FillFailed(f"the fill broke after {report.bytes_written} bytes: {error}", report) from error
     finally:
@@ -186,16 +186,16 @@ def _events(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Event] |
 
 
 def _fill_compiled(
-    spans: list[list[Span]], rows_by_group: Sequence[Sequence[int]], values: Values, report: FillReport
+    spans: list[list[Span]], ids_by_group: Sequence[Sequence[int]], values: Values, report: FillReport
 ) -> list[list[Span]]:
     """Write what the C++ kernels can, in one call; returns the spans that are left for torch."""
     left: list[list[Span]] = [[] for _ in spans]
     writes = []
-    for group, (group_spans, rows) in enumerate(zip(spans, rows_by_group)):
+    for group, (group_spans, blocks) in enumerate(zip(spans, ids_by_group)):
         if not group_spans or group_spans[0].bits.device.type != "cpu" or compiled_rows.why_not():
             left[group] = group_spans
             continue
-        ids = torch.tensor(rows, dtype=torch.int64)
+        ids = torch.tensor(blocks, dtype=torch.int64)
         for span in group_spans:
             source = source_of(span, values)
             number = source.number(span.part.dtype)
@@ -205,7 +205,7 @@ def _fill_compiled(
             content = compiled_rows.Noise(**source.window(span)) if number is None else number
             writes.append(compiled_rows.Rows(span.bits, ids, content))
             zeroed = span.part.zeros_only and number == 0
-            report.count(len(rows) * span.bits.shape[0] * span.part.nbytes, zeroed)
+            report.count(len(blocks) * span.bits.shape[0] * span.part.nbytes, zeroed)
     if writes:
         compiled_rows.write(writes)
     return left
@@ -228,11 +228,11 @@ def _fill_span(
         kernel.write(span.bits, ids, number, **noise)
         report.count(len(ids) * span.bits.shape[0] * span.part.nbytes, zeroed)
         return
-    rows = sum(count for _, count, _ in group_runs)
-    if number is not None and _indexed_is_faster(span, rows, len(group_runs)):
+    blocks = sum(count for _, count, _ in group_runs)
+    if number is not None and _indexed_is_faster(span, blocks, len(group_runs)):
         ids = [start + i * step for start, count, step in group_runs for i in range(count)]
         span.bits.index_fill_(1, torch.tensor(ids, device=span.bits.device), number)
-        report.count(rows * span.bits.shape[0] * span.part.nbytes, zeroed)
+        report.count(blocks * span.bits.shape[0] * span.part.nbytes, zeroed)
         return
     for start, count, step in group_runs:
         target = span.bits[:, start : start + (count - 1) * step + 1 : step]
@@ -245,17 +245,17 @@ def _fill_span(
 
 @memoize
 def _kernel(device: torch.device) -> ModuleType | None:
-    """The Triton kernel's module where it can be used: one launch a view, whatever the rows."""
+    """The Triton kernel's module where it can be used: one launch a view, whatever the blocks."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     return import_module("decodebench.cache.triton_rows")
 
 
-def _indexed_is_faster(span: Span, rows: int, num_runs: int) -> bool:
+def _indexed_is_faster(span: Span, blocks: int, num_runs: int) -> bool:
     """Whether one indexed write beats many small ones.
 
     An indexed write reaches about 0.6 of what a strided one does on a CPU, but costs one call; a
     call costs a few microseconds, in which a CPU writes some 100 KiB and a GPU some 10 MiB.
     """
     small = (96 << 10) if span.bits.device.type == "cpu" else (8 << 20)
-    return num_runs > 1 and rows * span.bits.shape[0] * span.part.nbytes < num_runs * small
+    return num_runs > 1 and blocks * span.bits.shape[0] * span.part.nbytes < num_runs * small

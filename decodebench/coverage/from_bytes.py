@@ -8,32 +8,32 @@ import numpy as np
 import torch
 
 from decodebench.cache.connector import describe, startup_groups
-from decodebench.cache.readback import FILLED, UNTOUCHED, WRONG, ZEROED, inspect_rows
+from decodebench.cache.readback import FILLED, UNTOUCHED, WRONG, ZEROED, inspect_pages
 from decodebench.cache.run import check_cache_and_batch, check_values
 from decodebench.cache.tensors import Cache
 from decodebench.cache.values import Values, Zeros, default_values
 from decodebench.cache.write import FillReport
-from decodebench.coverage.from_plan import missing, plan_audit, plan_suspects, rows_of, sound_rows
+from decodebench.coverage.from_plan import blocks_of, missing, plan_audit, plan_suspects, sound_blocks
 from decodebench.coverage.origins import Origins, extent, overlap
 from decodebench.coverage.required import (
     CoverageError,
-    RequiredRows,
-    holding_rows,
-    kept_rows,
+    RequiredPages,
+    holding_blocks,
+    kept_pages,
     owners,
-    required_rows,
+    required_pages,
     steps_between,
-    written_rows,
+    written_blocks,
 )
 from decodebench.coverage.result import (
-    FILLED_ROW,
+    FILLED_PAGE,
     FOR_LATER_HITS,
     NOTHING_TO_HOLD,
     SHARED,
     TOUCHED,
-    UNCOVERED_ROW,
-    WRONG_ROW,
-    ZEROED_ROW,
+    UNCOVERED_PAGE,
+    WRONG_PAGE,
+    ZEROED_PAGE,
     Audit,
     Tally,
     place_of,
@@ -63,7 +63,7 @@ def audit(
     compared with the bytes'. ``resident``: what a prefix hit's blocks held before (filled by a
     request outside this batch); without it they count as covered where they hold anything but
     poison or zeros that nobody asked for. ``admitted``: the batch as it was filled, where ``batch``
-    is a later state of it: rows that decode steps wrote into are covered unless they are still
+    is a later state of it: pages that decode steps wrote into are covered unless they are still
     poison. ``startup_fill``: everything was written once before, so that only what is required is
     judged.
 
@@ -80,59 +80,66 @@ def audit(
     if values is None:
         values = cache.filled_with.get("values") or default_values(startup_fill)
     layout, tally = cache.layout, Tally(cache.layout, batch, "bytes")
-    required, steps = required_rows(layout, batch), steps_between(layout, admitted, batch)
-    owner, own = owners(layout, batch), written_rows(layout, batch)
-    judged = _judged_rows(cache, owner)
+    required, steps = required_pages(layout, batch), steps_between(layout, admitted, batch)
+    owner, own = owners(layout, batch), written_blocks(layout, batch)
+    judged = _judged_pages(cache, owner)
     seen = [
-        inspect_rows(cache, g, values, torch.from_numpy(rows.any(axis=0))) for g, rows in enumerate(judged)
+        inspect_pages(cache, g, values, torch.from_numpy(pages.any(axis=0))) for g, pages in enumerate(judged)
     ]
     states = [s.states.numpy() for s in seen]
     held = _resident_states(cache, required, resident)
-    kept = () if steps.ran else kept_rows(layout, batch)
+    kept = () if steps.ran else kept_pages(layout, batch)
 
     covered = [np.zeros(s.shape, dtype=bool) for s in states]
     expected = [np.zeros(s.shape, dtype=bool) for s in states]
     by_fill = [np.zeros(s.shape, dtype=bool) for s in states]  # expected, and this batch's fill's to write
-    short: list[tuple[RequiredRows, int, np.ndarray, np.ndarray]] = []
-    for rows in required:
-        group, limit = rows.group, layout.num_blocks_of(rows.group)
-        exists = (rows.block_ids > NULL_BLOCK) & (rows.block_ids < limit)
-        ids = np.where(exists, rows.block_ids, NULL_BLOCK)
-        foreign = exists & rows.shared & ~own[group][ids]
+    short: list[tuple[RequiredPages, int, np.ndarray, np.ndarray]] = []
+    for pages in required:
+        group, limit = pages.group, layout.num_blocks_of(pages.group)
+        exists = (pages.block_ids > NULL_BLOCK) & (pages.block_ids < limit)
+        ids = np.where(exists, pages.block_ids, NULL_BLOCK)
+        foreign = exists & pages.shared & ~own[group][ids]
         stepped = exists & steps.written[group][ids]
-        for layer in rows.layers:
+        for layer in pages.layers:
             found = states[group][layer, ids]
             spec = layout.groups[group].layer_specs[layer]
-            row_states = states_of_fill(found, spec, values)
+            page_states = states_of_fill(found, spec, values)
             if foreign.any():
                 if group in held:
                     of_hit = states_of_fill(held[group][layer, ids], spec, resident)
                 else:
                     of_hit = states_of_hit(found, spec)
-                row_states = np.where(foreign, of_hit, row_states)
+                page_states = np.where(foreign, of_hit, page_states)
             if stepped.any():
-                row_states = np.where(stepped & (found != UNTOUCHED), FILLED_ROW, row_states)
-            row_states[~exists] = UNCOVERED_ROW
-            tally.count(rows, layer, row_states)
+                page_states = np.where(stepped & (found != UNTOUCHED), FILLED_PAGE, page_states)
+            page_states[~exists] = UNCOVERED_PAGE
+            tally.count(pages, layer, page_states)
             expected[group][layer, ids[exists]] = True
             by_fill[group][layer, ids[exists & ~foreign & ~stepped]] = True
-            covered[group][layer, ids[exists & (row_states < WRONG_ROW)]] = True
-            if (row_states >= WRONG_ROW).any():
+            covered[group][layer, ids[exists & (page_states < WRONG_PAGE)]] = True
+            if (page_states >= WRONG_PAGE).any():
                 tally.find(
-                    group, layer, rows.block_ids[~exists], "uncovered", missing(layout, group), rows.request
+                    group, layer, pages.block_ids[~exists], "uncovered", missing(layout, group), pages.request
                 )
                 short.append(
-                    (rows, layer, (row_states >= WRONG_ROW) & exists, foreign & (row_states == WRONG_ROW))
+                    (
+                        pages,
+                        layer,
+                        (page_states >= WRONG_PAGE) & exists,
+                        foreign & (page_states == WRONG_PAGE),
+                    )
                 )
 
-    for rows in kept:
-        for layer in rows.layers:
-            spec = layout.groups[rows.group].layer_specs[layer]
-            found = states[rows.group][layer, rows.block_ids]
-            bad = states_of_fill(found, spec, values) >= WRONG_ROW
-            expected[rows.group][layer, rows.block_ids] = True
-            tally.find(rows.group, layer, rows.block_ids[bad & (found != WRONG)], "uncovered", FOR_LATER_HITS)
-            tally.find(rows.group, layer, rows.block_ids[bad & (found == WRONG)], "wrong", FOR_LATER_HITS)
+    for pages in kept:
+        for layer in pages.layers:
+            spec = layout.groups[pages.group].layer_specs[layer]
+            found = states[pages.group][layer, pages.block_ids]
+            bad = states_of_fill(found, spec, values) >= WRONG_PAGE
+            expected[pages.group][layer, pages.block_ids] = True
+            tally.find(
+                pages.group, layer, pages.block_ids[bad & (found != WRONG)], "uncovered", FOR_LATER_HITS
+            )
+            tally.find(pages.group, layer, pages.block_ids[bad & (found == WRONG)], "wrong", FOR_LATER_HITS)
 
     touched = [
         (
@@ -140,25 +147,25 @@ def audit(
             if startup_fill
             else _touched(layout, g, judged[g], states[g], expected[g], owner, steps, holding)
         )
-        for g, (e, holding) in enumerate(zip(expected, holding_rows(layout, batch)))
+        for g, (e, holding) in enumerate(zip(expected, holding_blocks(layout, batch)))
     ]
     unexplained = [np.zeros_like(t) for t in touched]
     for g, t in enumerate(touched):
         unexplained[g] |= t & (states[g] == WRONG)
-    for rows, layer, bad, hit in short:
-        ids = rows.block_ids[bad & ~hit]
-        unexplained[rows.group][layer, ids] |= states[rows.group][layer, ids] == WRONG
+    for pages, layer, bad, hit in short:
+        ids = pages.block_ids[bad & ~hit]
+        unexplained[pages.group][layer, ids] |= states[pages.group][layer, ids] == WRONG
     origins = Origins.of(cache, values, unexplained)
     if steps.ran:
         _drop_passed_on(layout, states, touched, owner, origins)
-    for rows, layer, bad, hit in short:
-        tally.find(rows.group, layer, rows.block_ids[hit], "clobbered", SHARED, rows.request)
-        for blocks, state, detail in explained(origins, states, rows, layer, rows.block_ids[bad & ~hit]):
-            tally.find(rows.group, layer, blocks, state, detail, rows.request)
+    for pages, layer, bad, hit in short:
+        tally.find(pages.group, layer, pages.block_ids[hit], "clobbered", SHARED, pages.request)
+        for blocks, state, detail in explained(origins, states, pages, layer, pages.block_ids[bad & ~hit]):
+            tally.find(pages.group, layer, blocks, state, detail, pages.request)
     _find_touched(tally, origins, states, touched, owner)
     _find_padding(tally, seen, owner)
     if report is None:
-        found = _written_rows(layout, states, origins, expected, touched)
+        found = _written_blocks(layout, states, origins, expected, touched)
         suspects = plan_suspects(layout, batch, found, _explains(layout)) if tally.findings else ()
         return tally.result(suspects or _byte_suspects(tally, states, None))
     plan = plan_audit(layout, batch, report, admitted, startup_fill, values=values)
@@ -168,51 +175,53 @@ def audit(
     return tally.result(plan.suspects or _byte_suspects(tally, states, report), told)
 
 
-# -- required rows ------------------------------------------------------------------------------
+# -- required pages ------------------------------------------------------------------------------
 
 
 def states_of_fill(found: np.ndarray, spec: KVCacheSpec, values: Values) -> np.ndarray:
-    """What required rows count as, from what their bytes say beside the values that were asked for."""
+    """What required pages count as, from what their bytes say beside the values that were asked for."""
     on_purpose = isinstance(values, Zeros) or all(part.zeros_only for part in spec.parts())
-    zeros = ZEROED_ROW if on_purpose else UNCOVERED_ROW
+    zeros = ZEROED_PAGE if on_purpose else UNCOVERED_PAGE
     return np.select(
-        [found == FILLED, found == UNTOUCHED, found == ZEROED], [FILLED_ROW, UNCOVERED_ROW, zeros], WRONG_ROW
+        [found == FILLED, found == UNTOUCHED, found == ZEROED],
+        [FILLED_PAGE, UNCOVERED_PAGE, zeros],
+        WRONG_PAGE,
     )
 
 
 def states_of_hit(found: np.ndarray, spec: KVCacheSpec) -> np.ndarray:
-    """What rows count as that somebody else filled, or decoded into since: anything but nothing is filled."""
-    zeros = ZEROED_ROW if all(part.zeros_only for part in spec.parts()) else UNCOVERED_ROW
-    return np.select([found == UNTOUCHED, found == ZEROED], [UNCOVERED_ROW, zeros], FILLED_ROW)
+    """What pages count as that somebody else filled, or decoded into since: anything but nothing is filled."""
+    zeros = ZEROED_PAGE if all(part.zeros_only for part in spec.parts()) else UNCOVERED_PAGE
+    return np.select([found == UNTOUCHED, found == ZEROED], [UNCOVERED_PAGE, zeros], FILLED_PAGE)
 
 
 def _resident_states(
-    cache: Cache, required: Sequence[RequiredRows], resident: Values | None
+    cache: Cache, required: Sequence[RequiredPages], resident: Values | None
 ) -> dict[int, np.ndarray]:
-    """Per group with prefix hits: its rows compared with what a request outside the batch filled in."""
+    """Per group with prefix hits: its pages compared with what a request outside the batch filled in."""
     if resident is None:
         return {}
-    groups = {rows.group for rows in required if rows.shared.any()}
-    return {group: inspect_rows(cache, group, resident).states.numpy() for group in groups}
+    groups = {pages.group for pages in required if pages.shared.any()}
+    return {group: inspect_pages(cache, group, resident).states.numpy() for group in groups}
 
 
 def explained(
-    origins: Origins, states: Sequence[np.ndarray], rows: RequiredRows, layer: int, ids: np.ndarray
+    origins: Origins, states: Sequence[np.ndarray], pages: RequiredPages, layer: int, ids: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str, str]]:
-    """(blocks, state, detail) of required rows that are not covered."""
-    found = states[rows.group][layer, ids]
+    """(blocks, state, detail) of required pages that are not covered."""
+    found = states[pages.group][layer, ids]
     yield ids[found == UNTOUCHED], "uncovered", STILL_POISON
     yield ids[found == ZEROED], "uncovered", UNASKED_ZEROS
     yield ids[found == FILLED], "wrong", "this fill's values instead of those that were there"
-    for writer, text, blocks in origins.by_writer(rows.group, layer, ids[found == WRONG]):
-        foreign = writer is not None and origins.group_of(writer) != rows.group
+    for writer, text, blocks in origins.by_writer(pages.group, layer, ids[found == WRONG]):
+        foreign = writer is not None and origins.group_of(writer) != pages.group
         yield blocks, "clobbered" if foreign else "wrong", text or "other bytes than asked for"
 
 
-# -- rows that should not have been touched -----------------------------------------------------
+# -- pages that should not have been touched -----------------------------------------------------
 
 
-def _judged_rows(cache: Cache, owner: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _judged_pages(cache: Cache, owner: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Per group: bool [layers, num_blocks], the pages that are judged through this group.
 
     Groups alias the same bytes. A page is judged through the group that owns its block; through
@@ -230,16 +239,16 @@ def _judged_rows(cache: Cache, owner: Sequence[np.ndarray]) -> list[np.ndarray]:
             for other in set(holder[holder >= 0].tolist()) - {g}
             if layout.groups[other].pool == group.pool
         ]
-        rows = np.zeros((len(extents[g]), len(holder)), dtype=bool)
+        pages = np.zeros((len(extents[g]), len(holder)), dtype=bool)
         for j, place in enumerate(extents[g]):
-            rows[j] = holder == g
+            pages[j] = holder == g
             for other in others:
                 if not any(overlap(place, e) for e in extents[other]):
-                    rows[j] |= holder == other
+                    pages[j] |= holder == other
             if place not in claimed:
-                rows[j] |= holder < 0
+                pages[j] |= holder < 0
                 claimed.add(place)
-        judged.append(rows)
+        judged.append(pages)
     return judged
 
 
@@ -336,7 +345,7 @@ def _find_padding(tally: Tally, seen, owner: Sequence[np.ndarray]) -> None:
 
 
 def _adopt_touched(tally: Tally, plan: Audit) -> None:
-    """Writes beside the required rows show in the plan where they left the same bytes behind."""
+    """Writes beside the required pages show in the plan where they left the same bytes behind."""
     layout = tally.layout
     seen = {
         (layout.groups[f.group].pool, b)
@@ -363,11 +372,11 @@ def _disagreements(
     at_startup: frozenset[int],
 ) -> tuple[str, ...]:
     """Where the bytes say something else than the plan; what the plan says was overwritten is no surprise."""
-    ids = rows_of(layout, report)
+    ids = blocks_of(layout, report)
     overwritten = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
     written = [np.zeros(n, dtype=bool) for n in layout.pool_num_blocks]
-    for number, rows in enumerate(ids):
-        written[layout.groups[number].pool][rows] = True
+    for number, pages in enumerate(ids):
+        written[layout.groups[number].pool][pages] = True
     for finding in plan.findings:
         if finding.state == "clobbered":
             overwritten[layout.groups[finding.group].pool][finding.blocks] = True
@@ -378,30 +387,30 @@ def _disagreements(
         lost = by_fill[g] & said & ~covered[g] & ~overwritten[group.pool]
         silent = by_fill[g] & covered[g] & ~said & (g not in at_startup)
         beside = touched[g] & ~written[group.pool]
-        for rows, words in (
+        for pages, words in (
             (lost, "that the fill says it wrote hold something else"),
             (silent, "hold the values although no fill reports them"),
             (beside, "were written although no fill reports them"),
         ):
-            if rows.any():
-                j, block = np.argwhere(rows)[0].tolist()
+            if pages.any():
+                j, block = np.argwhere(pages)[0].tolist()
                 told.append(
-                    f"plan and bytes disagree: {describe(layout, g)}: {int(rows.sum()):,} rows {words} (first: layer "
-                    f"{group.layer_names[j]!r}, block {block})"
+                    f"plan and bytes disagree: {describe(layout, g)}: {int(pages.sum()):,} pages {words} "
+                    f"(first: layer {group.layer_names[j]!r}, block {block})"
                 )
     return tuple(told)
 
 
-def _written_rows(layout: Layout, states, origins: Origins, expected, touched) -> list[np.ndarray]:
-    """Rows per group at which the group's own values were found, wherever they lie."""
-    rows = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
+def _written_blocks(layout: Layout, states, origins: Origins, expected, touched) -> list[np.ndarray]:
+    """Blocks per group at which the group's own values were found, wherever they lie."""
+    pages = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in range(len(layout.groups))]
     for g in range(len(layout.groups)):
-        rows[g] |= ((expected[g] | touched[g]) & np.isin(states[g], (FILLED, ZEROED))).any(axis=0)
+        pages[g] |= ((expected[g] | touched[g]) & np.isin(states[g], (FILLED, ZEROED))).any(axis=0)
         for j, b in np.argwhere(origins.writer[g] >= 0).tolist():
             source = origins.group_of(int(origins.writer[g][j, b]))
             if layout.groups[source].pool == layout.groups[g].pool:
-                rows[source][origins.block[g][j, b]] = True
-    return [np.nonzero(r)[0] for r in rows]
+                pages[source][origins.block[g][j, b]] = True
+    return [np.nonzero(r)[0] for r in pages]
 
 
 def _explains(layout: Layout) -> Callable[[Sequence, Sequence[np.ndarray]], bool]:
@@ -441,17 +450,17 @@ def _byte_suspects(tally: Tally, states: Sequence[np.ndarray], report: FillRepor
         return ("A16",)
     if only_zeros and all((spec.precision or ("", None))[0].startswith("float8") for spec in specs):
         return ("A10",)
-    return ("A12",) if _at_kernel_rows(tally, states, report) else ()
+    return ("A12",) if _at_kernel_blocks(tally, states, report) else ()
 
 
-def _at_kernel_rows(tally: Tally, states: Sequence[np.ndarray], report: FillReport | None) -> bool:
+def _at_kernel_blocks(tally: Tally, states: Sequence[np.ndarray], report: FillReport | None) -> bool:
     """Whether exactly the blocks i // r were written in part, for attention's ids i and one r."""
     layout = tally.layout
     attention = [g for g, group in enumerate(layout.groups) if not group.kv_cache_spec.holds_state]
     try:
-        rows = rows_of(layout, report) if report is not None else sound_rows(layout, tally.batch)
+        pages = blocks_of(layout, report) if report is not None else sound_blocks(layout, tally.batch)
     except DecodebenchError:
         return False
-    ids = {int(i) for g in attention for i in rows[g]}
+    ids = {int(i) for g in attention for i in pages[g]}
     partly = {int(b) for s in states for b in np.nonzero((s == WRONG).any(axis=0))[0]}
     return any(partly == {i // r for i in ids} for r in (2, 4, 8, 16, 32))

@@ -23,9 +23,11 @@ def cost_findings(
         return tuple(found)
     counters = worker.counters
     if counters["bytes_written"] > counters["bytes_needed"]:
-        written, needed, asked = (counters[name] for name in ("bytes_written", "bytes_needed", "rows_asked"))
+        written, needed, asked = (
+            counters[name] for name in ("bytes_written", "bytes_needed", "blocks_asked")
+        )
         found.append(
-            f"{_named('A15')}: {written:,} bytes written, {needed:,} needed ({asked:,} rows asked for)"
+            f"{_named('A15')}: {written:,} bytes written, {needed:,} needed ({asked:,} blocks asked for)"
         )
     if counters["seconds_in_step"] > 0:
         found.append(

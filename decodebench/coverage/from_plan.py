@@ -1,4 +1,4 @@
-"""Coverage from block ids alone: the rows a fill says it wrote, and which historic fault would have."""
+"""Coverage from block ids alone: the blocks a fill says it wrote, and which historic fault would have."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, C
 from decodebench.cache.faults import FAULTS
 from decodebench.cache.run import schedule
 from decodebench.cache.values import Values
-from decodebench.cache.write import FillReport, merge_rows
+from decodebench.cache.write import FillReport, merge_blocks
 from decodebench.coverage.required import (
-    RequiredRows,
+    RequiredPages,
     existing,
     hit_blocks,
-    holding_rows,
-    kept_rows,
+    holding_blocks,
+    kept_pages,
     owners,
-    required_rows,
+    required_pages,
     steps_between,
-    written_rows,
+    written_blocks,
 )
 from decodebench.coverage.result import (
-    FILLED_ROW,
+    FILLED_PAGE,
     FOR_LATER_HITS,
     NOTHING_TO_HOLD,
     SHARED,
-    UNCOVERED_ROW,
-    WRONG_ROW,
+    UNCOVERED_PAGE,
+    WRONG_PAGE,
     Audit,
     Tally,
     place_of,
@@ -45,13 +45,13 @@ def plan_audit(
     written: FillReport | ConnectorMetadata | Sequence[Sequence[int]],
     admitted: Batch | None = None,
     startup_fill: bool = False,
-    required: Sequence[RequiredRows] | None = None,
+    required: Sequence[RequiredPages] | None = None,
     values: Values | None = None,
 ) -> Audit:
     """Coverage from block ids alone.
 
     ``written``: what a fill reported, the scheduler half's metadata (which also tells who asked
-    for a shared row), or rows per group. ``admitted``: the batch as it was filled, where
+    for a shared page), or block ids per group. ``admitted``: the batch as it was filled, where
     ``batch`` is a later state of it: what the steps in between wrote counts as written.
     ``startup_fill``: ``values`` (default: a constant) were written once before, wherever they keep;
     only what is required is judged.
@@ -59,51 +59,55 @@ def plan_audit(
     """
     tally, groups = Tally(layout, batch, "plan"), range(len(layout.groups))
     by_request = (
-        {f.request_id: f.rows for f in written.requests} if isinstance(written, ConnectorMetadata) else {}
+        {f.request_id: f.block_ids for f in written.requests}
+        if isinstance(written, ConnectorMetadata)
+        else {}
     )
-    ids = rows_of(layout, written)
+    ids = blocks_of(layout, written)
     table = [np.zeros(layout.num_blocks_of(g), dtype=bool) for g in groups]
     for group in groups:
         table[group][existing(ids[group], len(table[group]))] = True
     at_startup = startup_groups(layout, values) if startup_fill else frozenset()
-    required = required_rows(layout, batch) if required is None else required
+    required = required_pages(layout, batch) if required is None else required
     steps, over = steps_between(layout, admitted, batch), _later_writers(layout)
-    own = written_rows(layout, batch)
-    for rows in required:
-        exists = (rows.block_ids > NULL_BLOCK) & (rows.block_ids < len(table[rows.group]))
-        block_ids = np.where(exists, rows.block_ids, NULL_BLOCK)
-        elsewhere = rows.shared & ~own[rows.group][block_ids]  # filled by a request outside this batch
-        covered = exists & (table[rows.group][block_ids] | elsewhere | (rows.group in at_startup))
-        covered |= exists & steps.only_steps(layout, rows, batch.requests[rows.request])
-        foreign = elsewhere & table[rows.group][block_ids]
-        for layer in rows.layers:
+    own = written_blocks(layout, batch)
+    for pages in required:
+        exists = (pages.block_ids > NULL_BLOCK) & (pages.block_ids < len(table[pages.group]))
+        block_ids = np.where(exists, pages.block_ids, NULL_BLOCK)
+        elsewhere = pages.shared & ~own[pages.group][block_ids]  # filled by a request outside this batch
+        covered = exists & (table[pages.group][block_ids] | elsewhere | (pages.group in at_startup))
+        covered |= exists & steps.only_steps(layout, pages, batch.requests[pages.request])
+        foreign = elsewhere & table[pages.group][block_ids]
+        for layer in pages.layers:
             lost = np.zeros(len(block_ids), dtype=bool)
-            for writer in over[rows.group][layer]:
+            for writer in over[pages.group][layer]:
                 here = exists & ~elsewhere & table[writer][block_ids] & ~lost
-                tally.find(rows.group, layer, block_ids[here], "wrong", overwritten_by(writer), rows.request)
+                tally.find(
+                    pages.group, layer, block_ids[here], "wrong", overwritten_by(writer), pages.request
+                )
                 lost |= here
-            row_states = np.where(lost, WRONG_ROW, np.where(covered, FILLED_ROW, UNCOVERED_ROW))
-            tally.count(rows, layer, row_states)
+            page_states = np.where(lost, WRONG_PAGE, np.where(covered, FILLED_PAGE, UNCOVERED_PAGE))
+            tally.count(pages, layer, page_states)
             tally.find(
-                rows.group,
+                pages.group,
                 layer,
-                rows.block_ids[~covered & exists & ~lost],
+                pages.block_ids[~covered & exists & ~lost],
                 "uncovered",
                 "not in the plan",
-                rows.request,
+                pages.request,
             )
             tally.find(
-                rows.group,
+                pages.group,
                 layer,
-                rows.block_ids[~exists],
+                pages.block_ids[~exists],
                 "uncovered",
-                missing(layout, rows.group),
-                rows.request,
+                missing(layout, pages.group),
+                pages.request,
             )
-            tally.find(rows.group, layer, block_ids[foreign], "clobbered", SHARED, rows.request)
-    for rows in () if steps.ran else kept_rows(layout, batch):
-        left_out = rows.block_ids[~table[rows.group][rows.block_ids] & (rows.group not in at_startup)]
-        tally.find(rows.group, None, left_out, "uncovered", FOR_LATER_HITS, rows.request)
+            tally.find(pages.group, layer, block_ids[foreign], "clobbered", SHARED, pages.request)
+    for pages in () if steps.ran else kept_pages(layout, batch):
+        left_out = pages.block_ids[~table[pages.group][pages.block_ids] & (pages.group not in at_startup)]
+        tally.find(pages.group, None, left_out, "uncovered", FOR_LATER_HITS, pages.request)
     if not startup_fill:
         _find_touched(tally, ids, steps)
     for request, blocks in enumerate(batch.requests):
@@ -115,15 +119,17 @@ def plan_audit(
     return tally.result(suspects)
 
 
-def rows_of(
+def blocks_of(
     layout: Layout, written: FillReport | ConnectorMetadata | Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
-    """Sorted unique rows per group, int64, from whatever tells them."""
+    """Sorted unique block ids per group, int64, from whatever tells them."""
     if isinstance(written, ConnectorMetadata):
-        written = [merge_rows(fill.rows[g] for fill in written.requests) for g in range(len(layout.groups))]
+        written = [
+            merge_blocks(fill.block_ids[g] for fill in written.requests) for g in range(len(layout.groups))
+        ]
     elif isinstance(written, FillReport):
         written = written.block_ids or [()] * len(layout.groups)
-    return [np.unique(np.asarray(list(rows), dtype=np.int64)) for rows in written]
+    return [np.unique(np.asarray(list(pages), dtype=np.int64)) for pages in written]
 
 
 def missing(layout: Layout, group: int) -> str:
@@ -161,9 +167,9 @@ def _later_writers(layout: Layout) -> list[list[list[int]]]:
 
 
 def _find_touched(tally: Tally, ids: Sequence[np.ndarray], steps) -> None:
-    """Rows that were written and that their group does not own, or in which nothing is stood in for."""
+    """Blocks that were written and that their group does not own, or in which nothing is stood in for."""
     layout = tally.layout
-    owner, holding = owners(layout, tally.batch), holding_rows(layout, tally.batch)
+    owner, holding = owners(layout, tally.batch), holding_blocks(layout, tally.batch)
     for group, written in enumerate(ids):
         pool, limit = layout.groups[group].pool, layout.num_blocks_of(group)
         exists = (written >= 0) & (written < limit)
@@ -180,18 +186,18 @@ def _find_touched(tally: Tally, ids: Sequence[np.ndarray], steps) -> None:
         tally.find(group, None, written[idle], "stray", NOTHING_TO_HOLD)
 
 
-def sound_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
-    """Rows that the connector without faults writes for this batch."""
-    return rows_of(layout, schedule(ConnectorScheduler(layout), batch))
+def sound_blocks(layout: Layout, batch: Batch) -> list[np.ndarray]:
+    """Blocks that the connector without faults writes for this batch."""
+    return blocks_of(layout, schedule(ConnectorScheduler(layout), batch))
 
 
-def equal_rows(planned: Sequence[Sequence[int]], written: Sequence[np.ndarray]) -> bool:
+def equal_blocks(planned: Sequence[Sequence[int]], written: Sequence[np.ndarray]) -> bool:
     """Whether a plan and what was written name the same blocks in every group."""
     return all(np.array_equal(np.asarray(p, dtype=np.int64), w) for p, w in zip(planned, written))
 
 
 def plan_suspects(
-    layout: Layout, batch: Batch, written: Sequence[np.ndarray], explains: Callable = equal_rows
+    layout: Layout, batch: Batch, written: Sequence[np.ndarray], explains: Callable = equal_blocks
 ) -> tuple[str, ...]:
     """Historic faults whose plan for this batch explains what was written; none where the right plan does."""
     plans: dict[type, ConnectorMetadata | None] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from decodebench.cache.readback import FILLED, identify_row, inspect_rows
+from decodebench.cache.readback import FILLED, identify_page, inspect_pages
 from decodebench.cache.tensors import Cache
 from decodebench.cache.values import Values
 from decodebench.layout.layout import Layout
@@ -54,7 +54,7 @@ class Origins:
             cls._compare_aliases(cache, values, wrong, writer, block)
         for g, w in enumerate(wrong):
             for j, b in np.argwhere(w & (writer[g] < 0))[:LOOKUPS].tolist():
-                found = identify_row(cache, g, j, b, values)
+                found = identify_page(cache, g, j, b, values)
                 if found is not None:
                     writer[g][j, b], block[g][j, b] = found
         return cls(layout, writer, block)
@@ -70,7 +70,7 @@ class Origins:
                 blocks |= wrong[g].any(axis=0)
             if not blocks.any():
                 continue
-            filled = inspect_rows(cache, h, values, torch.from_numpy(blocks)).states.numpy() == FILLED
+            filled = inspect_pages(cache, h, values, torch.from_numpy(blocks)).states.numpy() == FILLED
             for k, name in enumerate(other.layer_names):
                 for g in suspects:
                     for j, place in enumerate(extents[g]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from decodebench.coverage.required import required_rows
+from decodebench.coverage.required import required_pages
 from decodebench.coverage.result import Audit
 from decodebench.layout.pool import Batch
 
@@ -26,11 +26,11 @@ def page_map(audit: Audit, batch: Batch) -> pd.DataFrame:
     for g, spec in enumerate(layout.groups):
         owned = {block for blocks in batch.requests for block in blocks.block_ids[g]} - {0}
         state |= {(layer, block): "owned" for layer in spec.layer_names for block in owned}
-    for rows in required_rows(layout, batch):
-        group = layout.groups[rows.group]
-        for layer in rows.layers:
+    for pages in required_pages(layout, batch):
+        group = layout.groups[pages.group]
+        for layer in pages.layers:
             held = "zeroed" if all(part.zeros_only for part in group.layer_specs[layer].parts()) else "filled"
-            state |= {(group.layer_names[layer], int(block)): held for block in rows.block_ids}
+            state |= {(group.layer_names[layer], int(block)): held for block in pages.block_ids}
     for row in audit.rows.to_dict("records"):
         layers = [row["layer"]] if row["layer"] else layout.groups[row["group"]].layer_names
         for page in ((layer, int(row["block"])) for layer in layers):

@@ -18,11 +18,11 @@ class CoverageError(DecodebenchError):
 
 
 @dataclass(frozen=True)
-class RequiredRows:
-    """Rows that the next decode step of one request reads in layers of one group with equal needs.
+class RequiredPages:
+    """Pages that the next decode step of one request reads in layers of one group with equal needs.
 
     ``layers`` count the group's layers from 0; ``positions`` are those of the block table that
-    ``block_ids`` come from. ``shared[i]``: the row holds tokens of a prefix hit, which somebody
+    ``block_ids`` come from. ``shared[i]``: the page holds tokens of a prefix hit, which somebody
     else filled and nobody may write.
     """
 
@@ -34,22 +34,22 @@ class RequiredRows:
     shared: np.ndarray
 
 
-def required_rows(layout: Layout, batch: Batch) -> list[RequiredRows]:
-    """Required rows of every request and group; layers of one group that read alike share an entry.
+def required_pages(layout: Layout, batch: Batch) -> list[RequiredPages]:
+    """Required pages of every request and group; layers of one group that read alike share an entry.
 
     Raises ``CoverageError`` where a table has no block at a position that the step reads.
     """
     return [
-        rows
+        pages
         for request, blocks in enumerate(batch.requests)
         for group in range(len(layout.groups))
-        for rows in _required_in_group(layout, blocks, request, group)
+        for pages in _required_in_group(layout, blocks, request, group)
     ]
 
 
 def _required_in_group(
     layout: Layout, blocks: RequestBlocks, request: int, group: int
-) -> Iterator[RequiredRows]:
+) -> Iterator[RequiredPages]:
     if blocks.num_tokens == 1:
         return  # the step computes the first token: whatever it reads, it writes itself
     table, per_block = np.asarray(blocks.block_ids[group], dtype=np.int64), layout.tokens_per_block(group)
@@ -65,13 +65,13 @@ def _required_in_group(
                 f"{table.tolist() if len(table) < 20 else f'{len(table)} entries with null blocks there'}"
             )
         where = np.arange(positions.start, positions.stop)
-        yield RequiredRows(
+        yield RequiredPages(
             request, group, tuple(layers), where, block_ids, where < hit_blocks(layout, blocks, group)
         )
 
 
-def kept_rows(layout: Layout, batch: Batch) -> list[RequiredRows]:
-    """Rows of a fill that the next step does not read, but a later prefix hit on the same tokens would.
+def kept_pages(layout: Layout, batch: Batch) -> list[RequiredPages]:
+    """Pages of a fill that the next step does not read, but a later prefix hit on the same tokens would.
 
     The state that a running state was copied from, where prefix caching keeps it.
     """
@@ -85,7 +85,7 @@ def kept_rows(layout: Layout, batch: Batch) -> list[RequiredRows]:
             if positions:
                 where, ids = np.asarray(positions), np.asarray([table[p] for p in positions])
                 layers = tuple(range(len(spec.layer_names)))
-                kept.append(RequiredRows(request, group, layers, where, ids, np.zeros(len(ids), dtype=bool)))
+                kept.append(RequiredPages(request, group, layers, where, ids, np.zeros(len(ids), dtype=bool)))
     return kept
 
 
@@ -96,8 +96,8 @@ def hit_blocks(layout: Layout, blocks: RequestBlocks, group: int) -> int:
     return blocks.num_computed // layout.tokens_per_block(group)
 
 
-def holding_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
-    """Per group: bool [num_blocks], rows that hold something of what the requests stand in for.
+def holding_blocks(layout: Layout, batch: Batch) -> list[np.ndarray]:
+    """Per group: bool [num_blocks], blocks that hold something of what the requests stand in for.
 
     More than what decode reads where a window layer is allocated as full attention, or where a
     running state was copied from another; never the block in which a step only writes.
@@ -105,8 +105,8 @@ def holding_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
     return _rows_held(layout, batch, hits=True)
 
 
-def written_rows(layout: Layout, batch: Batch) -> list[np.ndarray]:
-    """Per group: bool [num_blocks], rows that this batch's own fill writes: all of those but prefix hits."""
+def written_blocks(layout: Layout, batch: Batch) -> list[np.ndarray]:
+    """Per group: bool [num_blocks], blocks that this batch's own fill writes: all of those but prefix hits."""
     return _rows_held(layout, batch, hits=False)
 
 
@@ -140,7 +140,7 @@ def existing(block_ids: np.ndarray, num_blocks: int) -> np.ndarray:
 class Steps:
     """What decode steps wrote between the fill of a batch and a later state of it.
 
-    ``written[g]``: bool [num_blocks], rows that hold a token (or state) of those steps, whatever
+    ``written[g]``: bool [num_blocks], blocks that hold a token (or state) of those steps, whatever
     lay there before. ``left[pool]``: blocks that were somebody's when the batch was filled and are
     nobody's now (windows moved on).
     """
@@ -150,15 +150,15 @@ class Steps:
     written: list[np.ndarray]
     left: list[np.ndarray]
 
-    def only_steps(self, layout: Layout, rows: RequiredRows, now: RequestBlocks) -> np.ndarray:
-        """bool [rows]: rows in which everything was written by steps, and nothing by the fill."""
+    def only_steps(self, layout: Layout, pages: RequiredPages, now: RequestBlocks) -> np.ndarray:
+        """bool [pages]: pages in which everything was written by steps, and nothing by the fill."""
         before = self.before.get(now.request_id)
-        spec = layout.groups[rows.group].kv_cache_spec
+        spec = layout.groups[pages.group].kv_cache_spec
         if before is None or before.num_tokens == now.num_tokens or spec.filled_whole:
-            return np.zeros(len(rows.block_ids), dtype=bool)
+            return np.zeros(len(pages.block_ids), dtype=bool)
         if spec.holds_state:
-            return np.ones(len(rows.block_ids), dtype=bool)
-        return rows.positions * layout.tokens_per_block(rows.group) >= before.num_tokens - 1
+            return np.ones(len(pages.block_ids), dtype=bool)
+        return pages.positions * layout.tokens_per_block(pages.group) >= before.num_tokens - 1
 
 
 def steps_between(layout: Layout, admitted: Batch | None, now: Batch) -> Steps:

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from decodebench.cache.faults import FAULTS
-from decodebench.coverage.required import RequiredRows
+from decodebench.coverage.required import RequiredPages
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import Batch
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: states of a required row, in the order of the tables' columns
+#: states of a required page, in the order of the tables' columns
 STATES = ("filled", "zeroed", "wrong", "uncovered")
-FILLED_ROW, ZEROED_ROW, WRONG_ROW, UNCOVERED_ROW = range(4)
+FILLED_PAGE, ZEROED_PAGE, WRONG_PAGE, UNCOVERED_PAGE = range(4)
 
-#: rows that nobody should have touched
+#: pages that nobody should have touched
 TOUCHED = ("stray", "clobbered")
 
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """Rows that are not as they should be, in one place and for one reason.
+    """Pages that are not as they should be, in one place and for one reason.
 
     ``layer`` None: all layers of the group. ``request`` None: no request of the batch reads them.
     ``state``: one of ``wrong``, ``uncovered``, ``stray``, ``clobbered``.
@@ -42,17 +42,17 @@ class Finding:
     detail: str
 
     def pages(self, layout: Layout) -> int:
-        """Rows of single layers."""
+        """Pages of single layers."""
         return len(self.blocks) * (1 if self.layer else len(layout.groups[self.group].layer_names))
 
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """What an audit found. ``ok``: every required row filled or zeroed on purpose, nothing else touched.
+    """What an audit found. ``ok``: every required page filled or zeroed on purpose, nothing else touched.
 
-    Tables (pandas): ``groups``, ``layers``, ``requests`` count rows by state; ``rows`` lists every
-    row that is not as it should be, with what its bytes are. ``counts`` is what the tables sum:
-    rows by state, int64 [requests, layers in the layout's order, 4]. ``disagreements``: where two
+    Tables (pandas): ``groups``, ``layers``, ``requests`` count pages by state; ``rows`` lists every
+    page that is not as it should be, with what its bytes are. ``counts`` is what the tables sum:
+    pages by state, int64 [requests, layers in the layout's order, 4]. ``disagreements``: where two
     sources that should agree do not (plan and bytes, plan and step). ``unseen``: what the audit
     could not look at; there it vouches for nothing. Both in words, each a clause of the verdict.
     """
@@ -68,17 +68,17 @@ class Audit:
 
     @property
     def required(self) -> int:
-        """Required rows of all groups."""
+        """Required pages of all groups."""
         return int(self.counts.sum())
 
     @property
     def covered(self) -> int:
-        """Required rows filled, or zeroed on purpose."""
-        return int(self.counts[:, :, :WRONG_ROW].sum())
+        """Required pages filled, or zeroed on purpose."""
+        return int(self.counts[:, :, :WRONG_PAGE].sum())
 
     @property
     def coverage(self) -> float:
-        """Share of the required rows that are covered, 0 to 1."""
+        """Share of the required pages that are covered, 0 to 1."""
         return self.covered / self.required if self.required else 1.0
 
     @property
@@ -87,7 +87,7 @@ class Audit:
 
     @cached_property
     def groups(self) -> pd.DataFrame:
-        """One row a group: rows by state, coverage, stray and clobbered rows."""
+        """One row a group: pages by state, coverage, stray and clobbered pages."""
         import pandas as pd
 
         touched = {state: [0] * len(self.layout.groups) for state in TOUCHED}
@@ -148,9 +148,9 @@ class Audit:
         )
 
     def _why_zeroed(self) -> str:
-        """The formats among the zeroed rows that hold no plain numbers, in brackets; empty where none is known."""
+        """The formats among the zeroed pages that hold no plain numbers, in brackets; empty where none is known."""
         specs = getattr(self.layout, "layer_specs", {})
-        zeroed = self.counts[:, :, ZEROED_ROW].sum(axis=0)
+        zeroed = self.counts[:, :, ZEROED_PAGE].sum(axis=0)
         found = [
             specs[name].not_plain for name, count in zip(self.layout.layer_names, zeroed) if count and specs
         ]
@@ -163,8 +163,8 @@ class Audit:
         share = "100 %" if self.covered == self.required else f"{min(99.9, 100 * self.coverage):.1f} %"
         groups = len(self.layout.groups)
         covered = "written, by block ids," if self.source == "plan" else "covered"
-        line = f"{share} of {self.required:,} required rows {covered} in {groups} group{'s' * (groups != 1)}"
-        zeroed = int(self.counts[:, :, ZEROED_ROW].sum())
+        line = f"{share} of {self.required:,} required pages {covered} in {groups} group{'s' * (groups != 1)}"
+        zeroed = int(self.counts[:, :, ZEROED_PAGE].sum())
         if zeroed:
             line += f", {zeroed:,} of them zeroed on purpose{self._why_zeroed()}"
         bad = [
@@ -177,14 +177,14 @@ class Audit:
         touched = [(int(self.groups[state].sum()), state) for state in TOUCHED]
         if any(count for count, _ in touched):
             line += "; " + ", ".join(
-                f"{count:,} row{'s' * (count != 1)} {state}" for count, state in touched if count
+                f"{count:,} page{'s' * (count != 1)} {state}" for count, state in touched if count
             )
         elif not bad:
             line += "; nothing else touched"
         for detail in (FOR_LATER_HITS, NOT_FINITE):
             beside = sum(f.pages(self.layout) for f in self.findings if f.detail == detail)
             if beside:
-                line += f"; {beside:,} row{'s' * (beside != 1)} beside them: {detail}"
+                line += f"; {beside:,} page{'s' * (beside != 1)} beside them: {detail}"
         if self.suspects:
             line += f". Looks like {' or '.join(f'{s} {FAULTS[s].name}' for s in self.suspects)}"
         for told, what in ((self.disagreements, "disagreements"), (self.unseen, "things unseen")):
@@ -204,7 +204,7 @@ class Audit:
         return f"<p><strong>{escape(self.verdict)}</strong></p>{table}"
 
     def _by_group(self) -> np.ndarray:
-        """Rows by state, int64 [requests, groups, 4]."""
+        """Pages by state, int64 [requests, groups, 4]."""
         ends = np.cumsum([0] + [len(group.layer_names) for group in self.layout.groups])
         parts = [self.counts[:, a:b].sum(axis=1) for a, b in itertools.pairwise(ends)]
         return np.stack(parts, axis=1)
@@ -216,7 +216,7 @@ def _by_state(counts: np.ndarray) -> pd.DataFrame:
 
     required = counts.sum(axis=1)
     table = pd.DataFrame({"required": required, **{s: counts[:, i] for i, s in enumerate(STATES)}})
-    covered = counts[:, :WRONG_ROW].sum(axis=1)
+    covered = counts[:, :WRONG_PAGE].sum(axis=1)
     table["coverage"] = np.where(required > 0, covered / np.maximum(required, 1), 1.0)
     return table
 
@@ -230,8 +230,10 @@ class Tally:
         self.findings: list[Finding] = []
         self._first = [layout.layer_index[group.layer_names[0]] for group in layout.groups]
 
-    def count(self, rows: RequiredRows, layer: int, row_states: np.ndarray) -> None:
-        self.counts[rows.request, self._first[rows.group] + layer] += np.bincount(row_states, minlength=4)[:4]
+    def count(self, pages: RequiredPages, layer: int, page_states: np.ndarray) -> None:
+        self.counts[pages.request, self._first[pages.group] + layer] += np.bincount(page_states, minlength=4)[
+            :4
+        ]
 
     def find(
         self,
@@ -259,16 +261,16 @@ class Tally:
         return Audit(self.layout, self.source, names, self.counts, found, suspects, disagreements, unseen)
 
 
-#: a request's own row that was filled although no token before the computed one lies in it
+#: a request's own page that was filled although no token before the computed one lies in it
 NOTHING_TO_HOLD = "holds nothing to stand in for: the step writes it itself"
 
-#: a row that a fill left out, or filled wrongly, and that no step reads yet
+#: a page that a fill left out, or filled wrongly, and that no step reads yet
 FOR_LATER_HITS = "the state that the running one was copied from: later prefix hits read it"
 
 #: what a kernel that reads whole tiles finds behind a sequence, in the block that its token opens
 NOT_FINITE = "numbers behind the sequence are not finite: kernels that read whole tiles decode NaN"
 
-#: a row that a prefix hit brought, and that this batch's fill had to leave alone
+#: a page that a prefix hit brought, and that this batch's fill had to leave alone
 SHARED = "a prefix hit's shared block"
 
 

@@ -337,12 +337,12 @@ class KVCacheManager:
             missing = [p for p in positions if p < hit // per_block and p not in known]
             if missing:
                 hit = min(missing) * per_block
-        if hit == request.num_tokens - 1 and hit and self._needs_own_rows(request, hit, prefix):
+        if hit == request.num_tokens - 1 and hit and self._needs_own_blocks(request, hit, prefix):
             # a hit of everything leaves nothing to stand in for, and those rows would be nobody's task
             hit -= 1
         return hit
 
-    def _needs_own_rows(self, request: Request, hit: int, prefix: _Prefix) -> bool:
+    def _needs_own_blocks(self, request: Request, hit: int, prefix: _Prefix) -> bool:
         """Whether the next step reads a block that this hit does not bring (a state, a half-hit block)."""
         for group, known in enumerate(prefix.blocks):
             per_block = self.layout.tokens_per_block(group)

@@ -21,10 +21,10 @@ from types import SimpleNamespace
 import torch
 
 from decodebench.cache.connector import ConnectorMetadata, ConnectorWorker, RequestFill
-from decodebench.cache.readback import FILLED, UNTOUCHED, inspect_rows
+from decodebench.cache.readback import FILLED, UNTOUCHED, inspect_pages
 from decodebench.cache.tensors import Cache, allocate, torch_dtype
 from decodebench.cache.values import Constant, Normal, Values
-from decodebench.cache.write import fill_rows, merge_rows
+from decodebench.cache.write import fill_blocks, merge_blocks
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import from_groups, plan
@@ -34,7 +34,7 @@ from decodebench.models.specs import FullAttentionSpec
 CONSTANT, NORMAL = Constant(0.015), Normal(0.015, 0.02)
 
 #: rows of one request: block ids per group
-RequestRows = tuple[tuple[int, ...], ...]
+RequestBlocks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Case:
     """
 
     name: str
-    requests: tuple[RequestRows, ...]
+    requests: tuple[RequestBlocks, ...]
     naive_normal: bool = True
 
     def rows(self, group: int) -> tuple[int, ...]:
-        return merge_rows(request[group] for request in self.requests)
+        return merge_blocks(request[group] for request in self.requests)
 
 
 # -- cases --------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def attention_cases(num_blocks: int, seed: int) -> list[Case]:
     draw = random.Random(seed)
     ids = range(1, num_blocks + 1)
 
-    def deal(blocks: Sequence[int], requests: int) -> tuple[RequestRows, ...]:
+    def deal(blocks: Sequence[int], requests: int) -> tuple[RequestBlocks, ...]:
         size = len(blocks) // requests
         return tuple((tuple(blocks[i * size : (i + 1) * size]),) for i in range(requests))
 
@@ -243,13 +243,13 @@ def measure_case(
 
 
 def check(cache: Cache, case: Case, values: Values, ours: Callable[[], object]) -> None:
-    """Our fill, read back: every row of the case filled, no other touched."""
+    """Our fill, read back: every block of the case filled, no other touched."""
     cache.poison()
     ours()
     groups = range(len(cache.layout.groups))
     others = sorted(set(range(cache.layout.num_blocks)).difference(*(case.rows(group) for group in groups)))
     for group in groups:
-        states = inspect_rows(cache, group, values).states
+        states = inspect_pages(cache, group, values).states
         if (states[:, list(case.rows(group))] != FILLED).any() or (states[:, others] != UNTOUCHED).any():
             raise AssertionError(f"{case.name}: group {group} does not hold what was asked for")
 
@@ -273,9 +273,9 @@ def measure_sharing(cache: Cache, values: Constant | Normal, repeats: int) -> di
 def measure_audit(cache: Cache, values: Values, repeats: int) -> dict[str, object]:
     """Reading a filled cache back, next to a plain read of the same bytes."""
     layout = cache.layout
-    fill_rows(cache, [range(1, layout.num_blocks), *([[]] * (len(layout.groups) - 1))], values)
+    fill_blocks(cache, [range(1, layout.num_blocks), *([[]] * (len(layout.groups) - 1))], values)
     words = cache.storage[: cache.storage.numel() // 8 * 8].view(torch.int64)
-    methods = {"read": lambda: words.amax(), "audit": lambda: inspect_rows(cache, 0, values)}
+    methods = {"read": lambda: words.amax(), "audit": lambda: inspect_pages(cache, 0, values)}
     seconds = interleaved(methods, repeats, cache.device)
     return {
         "values": type(values).__name__.lower(),

@@ -18,7 +18,7 @@ from decodebench.cache.faults import FAULTS, faulty_halves
 from decodebench.cache.run import run_connector
 from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Constant, Normal, Values, Zeros
-from decodebench.cache.write import fill_rows
+from decodebench.cache.write import fill_blocks
 from decodebench.coverage.from_bytes import audit
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.layout import Layout
@@ -145,7 +145,7 @@ def filled(
     def run(fault: str | None) -> Finding:
         cache = allocate(batch.layout, "cpu")
         if resident:
-            fill_rows(cache, resident, RESIDENT)
+            fill_blocks(cache, resident, RESIDENT)
         scheduler, worker = halves(batch.layout, fault, values)
         worker.register_kv_caches(cache)
         report = run_connector(scheduler, worker, batch)
@@ -180,18 +180,18 @@ def out_of_range(fault: str | None) -> Finding:
         report = run_connector(scheduler, worker, one_request(layout, 17, (9,)))
     except ConnectorError as error:
         return False, f"refused: {error}"
-    return True, f"nothing happened: {sum(report.rows)} rows written, no word of it"
+    return True, f"nothing happened: {sum(report.blocks)} blocks written, no word of it"
 
 
-def shared_rows(fault: str | None) -> Finding:
-    """Four requests in one step ask for the same rows."""
+def shared_blocks(fault: str | None) -> Finding:
+    """Four requests in one step ask for the same blocks."""
     layout = layout_of([attention()])
     requests = tuple(RequestBlocks(Request(f"r{i}", 49), 0, ((1, 2, 3, 4),)) for i in range(4))
     scheduler, worker = halves(layout, fault)
     worker.register_kv_caches(allocate(layout, "cpu"))
     run_connector(scheduler, worker, Batch(layout, requests))
-    written, needed = worker.counters["rows_written"], 3
-    return written > needed, f"{written} rows written for {needed} needed"
+    written, needed = worker.counters["blocks_written"], 3
+    return written > needed, f"{written} blocks written for {needed} needed"
 
 
 def zeroed_by_the_engine(fault: str | None) -> Finding:
@@ -207,7 +207,7 @@ def zeroed_by_the_engine(fault: str | None) -> Finding:
     else:
         scheduler, worker = halves(layout, fault)
     worker.register_kv_caches(cache)
-    fill_rows(cache, [(1, 2), ()], Zeros())  # states are kept: the engine zeroes attention only
+    fill_blocks(cache, [(1, 2), ()], Zeros())  # states are kept: the engine zeroes attention only
     run_connector(scheduler, worker, batch)
     share = {row.group: row.coverage for row in audit(cache, batch, VALUES).groups.itertuples()}
     return share[0] < 1, f"attention {share[0]:.0%} covered, states {share[1]:.0%}"
@@ -315,7 +315,7 @@ def _cases() -> tuple[SmallCase, ...]:
         ),
         SmallCase("A13", "filled, preempted, scheduled again", "the connector's counters", preempted),
         SmallCase("A14", "block 9 of a pool of 8", "silence where the sound connector refuses", out_of_range),
-        SmallCase("A15", "4 requests share 3 blocks in one step", "the connector's counters", shared_rows),
+        SmallCase("A15", "4 requests share 3 blocks in one step", "the connector's counters", shared_blocks),
         SmallCase("A16", "filled at startup, then zeroed on allocation", reading, zeroed_by_the_engine),
         SmallCase("A17", "the fill is left for the first step", "the connector's counters", inside_the_step),
         SmallCase(

@@ -11,7 +11,7 @@ from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Constant, Normal, Zeros
 from decodebench.coverage.from_bytes import audit
 from decodebench.coverage.from_plan import plan_audit
-from decodebench.coverage.required import required_rows
+from decodebench.coverage.required import required_pages
 from decodebench.layout.pool import Batch
 from decodebench.layout.shrink import blocks_named, shrink
 from decodebench.measure.bandwidth import bandwidth
@@ -27,9 +27,9 @@ def coverage_stage(case: Case, made: dict) -> dict:
     if case.values == "unfilled":
         return _columns(plan_audit(layout, batch, [()] * len(layout.groups)))
     if case.fault and not fault_of(case.fault).shows_in_block_ids:
-        required = sum(len(rows.block_ids) * len(rows.layers) for rows in required_rows(layout, batch))
+        required = sum(len(rows.block_ids) * len(rows.layers) for rows in required_pages(layout, batch))
         return {"required_pages": required, "verdict": _not_judged(case.fault)}
-    return _columns(plan_audit(layout, batch, _planned_rows(layout, batch, case.fault)))
+    return _columns(plan_audit(layout, batch, _planned_blocks(layout, batch, case.fault)))
 
 
 def _not_judged(fault: str) -> str:
@@ -40,7 +40,7 @@ def _not_judged(fault: str) -> str:
     )
 
 
-def _planned_rows(layout, batch, fault: str | None):
+def _planned_blocks(layout, batch, fault: str | None):
     """What the connector would write: the scheduler half's plan, or rows per
     group where the worker half changes it.
     """

@@ -11,9 +11,9 @@ The same dictionary goes to ``LLM(kv_transfer_config=…)``; ``kv_transfer_confi
 writes it. Options (``Options``): ``mean``, ``std``, ``seed``, ``startup_fill``, ``audit``,
 ``audit_file``, ``strict``.
 
-**Audit.** ``audit="plan"`` compares block ids: rows the first decode step of each request reads
-with rows the fill was given. ``audit="bytes"`` poisons the cache when it is registered, and reads
-every required row back after the fill, before the model runs. Both write one JSON line a group and
+**Audit.** ``audit="plan"`` compares block ids: pages the first decode step of each request reads
+with blocks the fill was given. ``audit="bytes"`` poisons the cache when it is registered, and reads
+every required page back after the fill, before the model runs. Both write one JSON line a group and
 filling step to ``audit_file``, report totals through vLLM's connector stats (its log lines and
 metrics), and are read by
 

@@ -131,7 +131,7 @@ class _Worker:
 def read_audit(path: str | Path) -> Audit:
     """The audit of a server or an engine from its ``audit_file``, all ranks' files together.
 
-    Rows of all steps are summed; a request that was filled in several steps counts in each. A file
+    Pages of all steps are summed; a request that was filled in several steps counts in each. A file
     whose last line was cut off, as by a killed engine, is read up to there, and is not ``ok``.
     Raises ``NoAudit`` where there is no such file, or it is no audit.
     """
@@ -161,7 +161,7 @@ def read_audit(path: str | Path) -> Audit:
 
 
 def audit_steps(path: str | Path) -> pandas.DataFrame:
-    """One row a filling step and rank: its requests, rows required and covered, the fill's cost, counters."""
+    """One row a filling step and rank: its requests, pages required and covered, the fill's cost, counters."""
     import pandas
 
     return pandas.DataFrame(

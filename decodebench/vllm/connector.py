@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What one step's workers get: rows to fill, and where audits are on, the block tables behind them."""
+    """What one step's workers get: blocks to fill, and where audits are on, the block tables behind them."""
 
     fill: ConnectorMetadata
     admitted: tuple[RequestBlocks, ...] = ()
@@ -41,7 +41,9 @@ class StepMetadata(KVConnectorMetadata):
 
     def of_groups(self, kept: tuple[int, ...]) -> StepMetadata:
         """The same step for a worker that holds layers of these groups only."""
-        fills = (replace(fill, rows=tuple(fill.rows[g] for g in kept)) for fill in self.fill.requests)
+        fills = (
+            replace(fill, block_ids=tuple(fill.block_ids[g] for g in kept)) for fill in self.fill.requests
+        )
         admitted, running = (tables_of(requests, kept) for requests in (self.admitted, self.running))
         return StepMetadata(ConnectorMetadata(tuple(fills)), admitted, running, self.counters)
 
@@ -51,7 +53,7 @@ class RequestRefused(DecodebenchError):
 
 
 class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stands in for a prefill: fills each group's rows before a request's first decode step."""
+    """Stands in for a prefill: fills each group's blocks before a request's first decode step."""
 
     def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

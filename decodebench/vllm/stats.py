@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 class DecodeBenchStats(KVConnectorStats):
     """Sums since they were last taken: plain numbers by name, so that they travel between processes.
 
-    ``requests``, ``rows``, ``bytes`` and ``seconds`` of the fills; with an audit also how many
-    rows (a row: one block of one layer) were ``required``, ``covered`` and at ``fault``.
+    ``requests``, ``blocks``, ``bytes`` and ``seconds`` of the fills; with an audit also how many
+    pages (a block of one layer each) were ``required``, ``covered`` and at ``fault``.
     """
 
     def reset(self) -> None:
@@ -24,13 +24,13 @@ class DecodeBenchStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        shown = {f"filled {name}": self.data[name] for name in ("requests", "rows") if name in self.data}
+        shown = {f"filled {name}": self.data[name] for name in ("requests", "blocks") if name in self.data}
         if self.data.get("seconds"):
             shown["fill seconds"] = round(self.data["seconds"], 6)
             shown["fill GB/s"] = round(self.data["bytes"] / self.data["seconds"] / 1e9, 3)
         if "required" in self.data:
             share = self.data["covered"] / self.data["required"] if self.data["required"] else 1.0
-            shown |= {"audited rows": self.data["required"], "covered": round(share, 6)}
+            shown |= {"audited pages": self.data["required"], "covered": round(share, 6)}
             shown["faults"] = self.data["faults"]
         return shown
 
@@ -49,7 +49,7 @@ class DecodeBenchStats(KVConnectorStats):
             DecodeBenchStats(
                 data={
                     "requests": requests,
-                    "rows": sum(report.rows),
+                    "blocks": sum(report.blocks),
                     "bytes": report.bytes_written,
                     "seconds": report.seconds,
                 }

@@ -18,20 +18,20 @@ import torch
 
 from decodebench.cache.bind import bind
 from decodebench.cache.connector import startup_groups
-from decodebench.cache.readback import WRONG, inspect_rows
+from decodebench.cache.readback import WRONG, inspect_pages
 from decodebench.cache.tensors import POISON, Cache
 from decodebench.cache.values import Values
 from decodebench.coverage.from_bytes import explained, states_of_fill, states_of_hit
-from decodebench.coverage.from_plan import plan_audit, plan_suspects, rows_of
+from decodebench.coverage.from_plan import blocks_of, plan_audit, plan_suspects
 from decodebench.coverage.origins import Origins
-from decodebench.coverage.required import RequiredRows, kept_rows, written_rows
+from decodebench.coverage.required import RequiredPages, kept_pages, written_blocks
 from decodebench.coverage.result import (
     FOR_LATER_HITS,
     NOT_FINITE,
     NOTHING_TO_HOLD,
     SHARED,
-    UNCOVERED_ROW,
-    WRONG_ROW,
+    UNCOVERED_PAGE,
+    WRONG_PAGE,
     Audit,
     Tally,
     place_of,
@@ -45,7 +45,7 @@ from decodebench.vllm.step_reads import opened_blocks, step_reads
 
 
 class AuditFailed(DecodebenchError):
-    """A strict audit found rows that decode reads and nobody filled, or writes outside them."""
+    """A strict audit found pages that decode reads and nobody filled, or writes outside them."""
 
 
 class StepAuditor:
@@ -107,9 +107,11 @@ class StepAuditor:
         self.reads = step_reads(self.layout, self.batch, metadata, layers, self.kernel_blocks)
         if self.cache is None:
             return
-        self.kept = [rows for rows in kept_rows(self.layout, self.batch) if rows.group not in self.at_startup]
-        own = [rows for rows in (*self.reads.rows, *self.kept) if rows.group not in self.at_startup]
-        self._fresh = _blocks(self.layout, ((rows, ~rows.shared) for rows in own))
+        self.kept = [
+            pages for pages in kept_pages(self.layout, self.batch) if pages.group not in self.at_startup
+        ]
+        own = [pages for pages in (*self.reads.pages, *self.kept) if pages.group not in self.at_startup]
+        self._fresh = _blocks(self.layout, ((pages, ~pages.shared) for pages in own))
         # a request may hit what another of the same step fills
         for layer, blocks in self._fresh.items():
             self.cache.pages(layer)[blocks.tolist()] = POISON
@@ -127,7 +129,7 @@ class StepAuditor:
         """The step's audit, written down as one line; with ``strict`` faults are an error."""
         fill = getattr(meta, "fill", None)
         if self.cache is None:
-            startup, required = self.options.startup_fill, self.reads.rows
+            startup, required = self.options.startup_fill, self.reads.pages
             audit = plan_audit(self.layout, self.batch, fill, None, startup, required, self.values)
             audit = self._with_reads(audit)
         else:
@@ -175,62 +177,62 @@ class StepAuditor:
         self._find_outside(tally, meta)
         for layer, (blocks, content) in self._hidden.items():
             self.cache.pages(layer)[blocks] = content
-        asked = _blocks(layout, ((rows, slice(None)) for rows in (*self.reads.rows, *self.kept)))
+        asked = _blocks(layout, ((pages, slice(None)) for pages in (*self.reads.pages, *self.kept)))
         states = []
         for number, group in enumerate(layout.groups):
             look = np.zeros(layout.num_blocks_of(number), dtype=bool)
             for layer in group.layer_names:
                 look[_existing(asked.get(layer), len(look))] = True
             states.append(
-                inspect_rows(self.cache, number, self.values, torch.from_numpy(look)).states.numpy()
+                inspect_pages(self.cache, number, self.values, torch.from_numpy(look)).states.numpy()
             )
         self._clear_padding()
         wrong = [np.zeros_like(found, dtype=bool) for found in states]
         short = []
-        for rows in self.reads.rows:
-            found_of = states[rows.group]
-            exists = (rows.block_ids > NULL_BLOCK) & (rows.block_ids < found_of.shape[1])
-            ids = np.where(exists, rows.block_ids, NULL_BLOCK)
-            for layer in rows.layers:
-                spec, found = layout.groups[rows.group].layer_specs[layer], found_of[layer, ids]
-                name = layout.groups[rows.group].layer_names[layer]
+        for pages in self.reads.pages:
+            found_of = states[pages.group]
+            exists = (pages.block_ids > NULL_BLOCK) & (pages.block_ids < found_of.shape[1])
+            ids = np.where(exists, pages.block_ids, NULL_BLOCK)
+            for layer in pages.layers:
+                spec, found = layout.groups[pages.group].layer_specs[layer], found_of[layer, ids]
+                name = layout.groups[pages.group].layer_names[layer]
                 # somebody else's fill, or decoded into since
                 foreign = np.isin(ids, self._fresh.get(name, ()), invert=True)
-                row_states = np.where(
+                page_states = np.where(
                     foreign, states_of_hit(found, spec), states_of_fill(found, spec, self.values)
                 )
-                row_states[~exists] = UNCOVERED_ROW
-                tally.count(rows, layer, row_states)
-                bad = row_states >= WRONG_ROW
+                page_states[~exists] = UNCOVERED_PAGE
+                tally.count(pages, layer, page_states)
+                bad = page_states >= WRONG_PAGE
                 tally.find(
-                    rows.group,
+                    pages.group,
                     layer,
-                    rows.block_ids[bad & ~exists],
+                    pages.block_ids[bad & ~exists],
                     "uncovered",
                     "no such block",
-                    rows.request,
+                    pages.request,
                 )
                 if (bad & exists).any():
-                    short.append((rows, layer, ids[bad & exists]))
-                    wrong[rows.group][layer, ids[bad & exists & (found == WRONG)]] = True
-        for rows in self.kept:
-            for layer in rows.layers:
+                    short.append((pages, layer, ids[bad & exists]))
+                    wrong[pages.group][layer, ids[bad & exists & (found == WRONG)]] = True
+        for pages in self.kept:
+            for layer in pages.layers:
                 spec, found = (
-                    layout.groups[rows.group].layer_specs[layer],
-                    states[rows.group][layer, rows.block_ids],
+                    layout.groups[pages.group].layer_specs[layer],
+                    states[pages.group][layer, pages.block_ids],
                 )
-                bad = states_of_fill(found, spec, self.values) >= WRONG_ROW
+                bad = states_of_fill(found, spec, self.values) >= WRONG_PAGE
                 for state, which in (("uncovered", found != WRONG), ("wrong", found == WRONG)):
-                    blocks = rows.block_ids[bad & which]
-                    tally.find(rows.group, layer, blocks, state, FOR_LATER_HITS, rows.request)
+                    blocks = pages.block_ids[bad & which]
+                    tally.find(pages.group, layer, blocks, state, FOR_LATER_HITS, pages.request)
         self._find_behind(tally, self._metadata)
         origins = Origins.of(self.cache, self.values, wrong)
-        for rows, layer, ids in short:
-            for blocks, state, detail in explained(origins, states, rows, layer, ids):
-                tally.find(rows.group, layer, blocks, state, detail, rows.request)
+        for pages, layer, ids in short:
+            for blocks, state, detail in explained(origins, states, pages, layer, ids):
+                tally.find(pages.group, layer, blocks, state, detail, pages.request)
         suspects = ()
         if tally.findings and fill is not None:
-            suspects = plan_suspects(layout, self.batch, rows_of(layout, fill))
+            suspects = plan_suspects(layout, self.batch, blocks_of(layout, fill))
         return tally.result(suspects, self.reads.disagreements, self.reads.unseen)
 
     def _find_behind(self, tally: Tally, metadata) -> None:
@@ -307,7 +309,7 @@ class StepAuditor:
             for block in table
             if block != NULL_BLOCK
         }
-        writable = [set(np.nonzero(rows)[0].tolist()) for rows in written_rows(layout, self.batch)]
+        writable = [set(np.nonzero(pages)[0].tolist()) for pages in written_blocks(layout, self.batch)]
         lying: dict[tuple[int, int], dict[int, int]] = {}
         for number, group in enumerate(layout.groups):
             for layer, name in enumerate(group.layer_names):
@@ -338,10 +340,12 @@ def _rows(tensor: torch.Tensor) -> int:
     return tensor.shape[1] if tensor.ndim > 1 and tensor.shape[0] == 2 < tensor.shape[1] else tensor.shape[0]
 
 
-def _blocks(layout: Layout, rows: Iterable[tuple[RequiredRows, np.ndarray | slice]]) -> dict[str, np.ndarray]:
-    """Layer → sorted blocks of some rows."""
+def _blocks(
+    layout: Layout, pages: Iterable[tuple[RequiredPages, np.ndarray | slice]]
+) -> dict[str, np.ndarray]:
+    """Layer → sorted blocks of some pages."""
     found: dict[str, set[int]] = {}
-    for some, which in rows:
+    for some, which in pages:
         group = layout.groups[some.group]
         ids = _existing(some.block_ids[which], layout.num_blocks_of(some.group)).tolist()
         for layer in some.layers:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decodebench.cache.connector import describe
-from decodebench.coverage.required import RequiredRows, hit_blocks, required_rows
+from decodebench.coverage.required import RequiredPages, hit_blocks, required_pages
 from decodebench.layout.layout import Layout
 from decodebench.layout.pool import NULL_BLOCK, Batch
 from decodebench.models.specs import KVCacheSpec
@@ -30,12 +30,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class StepReads:
-    """Rows that the step reads for the requests of a batch, as ``required_rows`` gives the plan's.
+    """Pages that the step reads for the requests of a batch, as ``required_pages`` gives the plan's.
     ``disagreements``: where they are not the plan's. ``unseen``: layers whose metadata does not
-    tell; their rows are the plan's.
+    tell; their pages are the plan's.
     """
 
-    rows: tuple[RequiredRows, ...]
+    pages: tuple[RequiredPages, ...]
     disagreements: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
 
@@ -55,8 +55,8 @@ def step_reads(
     """
     parts = attn_metadata if isinstance(attn_metadata, list | tuple) else [attn_metadata]
     parts = [part for part in parts if part]
-    planned = _by_layer(required_rows(layout, batch))
-    rows, told, unseen = [], {}, {}
+    planned = _by_layer(required_pages(layout, batch))
+    pages, told, unseen = [], {}, {}
     readings: dict[tuple, list[Reading] | None] = {}  # layers of a group share their metadata
     for group, spec in enumerate(layout.groups):
         owner = _owner(layout, batch, group)
@@ -71,7 +71,7 @@ def step_reads(
             if not found or None in sequences:
                 what = type(found[0]).__name__ if found else "no metadata"
                 unseen.setdefault(f"{describe(layout, group)} ({what})", []).append(name)
-                rows += [r for (_, g, j), r in planned.items() if (g, j) == (group, layer)]
+                pages += [r for (_, g, j), r in planned.items() if (g, j) == (group, layer)]
                 continue
             seen = _seen(sequences, owner)
             for request, blocks in enumerate(batch.requests):
@@ -81,7 +81,7 @@ def step_reads(
                     if plan_ids:
                         where = (request, group, "no sequence of the step writes into its blocks")
                         told.setdefault(where, []).append(name)
-                        rows.append(plan)
+                        pages.append(plan)
                     continue
                 ids = seen[request]
                 if ids != plan_ids and not (ids < plan_ids and _lost_its_window(layer_spec, module)):
@@ -92,9 +92,9 @@ def step_reads(
                     )
                     told.setdefault(where, []).append(name)
                 if ids:
-                    rows.append(_rows(layout, blocks, request, group, layer, ids))
+                    pages.append(_rows(layout, blocks, request, group, layer, ids))
     return StepReads(
-        tuple(rows),
+        tuple(pages),
         tuple(
             f"plan and step disagree: request {batch.requests[request].request_id!r}, "
             f"{describe(layout, group)}, {len(names)} layer{'s' * (len(names) > 1)} from {names[0]!r}: {what}"
@@ -131,14 +131,14 @@ def opened_blocks(
     return opened
 
 
-def _by_layer(required: Sequence[RequiredRows]) -> dict[tuple[int, int, int], RequiredRows]:
-    """(request, group, layer of the group) → its rows alone."""
+def _by_layer(required: Sequence[RequiredPages]) -> dict[tuple[int, int, int], RequiredPages]:
+    """(request, group, layer of the group) → its pages alone."""
     return {
-        (rows.request, rows.group, layer): RequiredRows(
-            rows.request, rows.group, (layer,), rows.positions, rows.block_ids, rows.shared
+        (pages.request, pages.group, layer): RequiredPages(
+            pages.request, pages.group, (layer,), pages.positions, pages.block_ids, pages.shared
         )
-        for rows in required
-        for layer in rows.layers
+        for pages in required
+        for layer in pages.layers
     }
 
 
@@ -165,12 +165,12 @@ def _seen(sequences: Sequence[list[Reading]], owner: Mapping[int, int]) -> dict[
     return seen
 
 
-def _rows(layout, blocks, request: int, group: int, layer: int, ids: set[int]) -> RequiredRows:
+def _rows(layout, blocks, request: int, group: int, layer: int, ids: set[int]) -> RequiredPages:
     table = {block: p for p, block in reversed(list(enumerate(blocks.block_ids[group])))}
     ordered = sorted(ids, key=lambda block: (table.get(block, -1), block))
     positions = np.array([table.get(block, len(table)) for block in ordered], dtype=np.int64)
     shared = positions < hit_blocks(layout, blocks, group)
-    return RequiredRows(request, group, (layer,), positions, np.array(ordered, dtype=np.int64), shared)
+    return RequiredPages(request, group, (layer,), positions, np.array(ordered, dtype=np.int64), shared)
 
 
 def _some(ids: set[int]) -> str:
@@ -230,7 +230,7 @@ def _tables(metadata: object) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def _states(metadata: object) -> list[Reading] | None:
-    """State layers: the row that each sequence starts from, which it also replaces."""
+    """State layers: the page that each sequence starts from, which it also replaces."""
     found = []
     accepted = _array(metadata, "num_accepted_tokens")
     for name in (

@@ -29,7 +29,7 @@ from decodebench.cache.connector import (
     RequestFill,
     startup_groups,
 )
-from decodebench.cache.readback import FILLED, UNTOUCHED, ZEROED, inspect_rows
+from decodebench.cache.readback import FILLED, UNTOUCHED, ZEROED, inspect_pages
 from decodebench.cache.run import fill_cache, run_connector, zero_new_blocks
 from decodebench.cache.tensors import CacheMismatch, allocate
 from decodebench.cache.values import Constant, FillRefused, Normal, encode
@@ -54,11 +54,11 @@ def rows(layout, tokens, tables, computed=0):
     scheduler.update_state_after_alloc(request, tables, external)
     (fill,) = scheduler.build_connector_meta().requests
     assert (fill.request_id, fill.num_external_tokens) == ("r", external)
-    return fill.rows
+    return fill.block_ids
 
 
 def states(cache, group, values):
-    return inspect_rows(cache, group, values).states
+    return inspect_pages(cache, group, values).states
 
 
 # -- the two cases of the upstream repair -------------------------------------------------------
@@ -155,7 +155,7 @@ def test_rows_are_what_decode_reads_less_what_a_hit_brought(manager):
             else:
                 tokens = range(blocks.num_computed, blocks.num_tokens - 1)
                 wanted = {table[token // per_block] for token in tokens}
-            assert set(planned[0].rows[group]) == wanted - {NULL_BLOCK}
+            assert set(planned[0].block_ids[group]) == wanted - {NULL_BLOCK}
 
 
 # -- the life of a request ----------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_a_preempted_request_is_filled_again_and_counted(told):
     # with a hit of the blocks it left behind
     assert scheduler.get_num_new_matched_tokens(request, 16) == (19, False)
     scheduler.update_state_after_alloc(request, [[1, 5, 6]], 19)
-    assert scheduler.build_connector_meta().requests[0].rows == ((5, 6),)
+    assert scheduler.build_connector_meta().requests[0].block_ids == ((5, 6),)
     assert scheduler.counters == {"requests_filled": 1, "requests_refilled": 1, "external_tokens": 51}
 
 
@@ -248,11 +248,11 @@ def test_a_step_writes_each_row_once_however_many_requests_want_it():
     report = worker.start_load_kv(ConnectorMetadata(fills))
     assert report.block_ids == [(3, 4, 9), tuple(range(20, 28))]
     assert report.bytes_written == report.bytes_needed
-    assert worker.counters["rows_asked"] == 8 * 4
-    assert worker.counters["rows_written"] == 3 + 8
+    assert worker.counters["blocks_asked"] == 8 * 4
+    assert worker.counters["blocks_written"] == 3 + 8
     assert worker.counters["bytes_written"] == worker.counters["bytes_needed"] == report.bytes_written
     assert worker.counters["seconds_in_step"] == 0
-    assert worker.start_load_kv(ConnectorMetadata()).rows == [0, 0]
+    assert worker.start_load_kv(ConnectorMetadata()).blocks == [0, 0]
     assert worker.counters["fills"] == 1
 
 
@@ -421,7 +421,7 @@ def test_anything_with_an_id_and_tokens_is_a_request():
     ):
         scheduler = ConnectorScheduler(layout)
         scheduler.update_state_after_alloc(request, [[1, 2]], 16)
-        assert scheduler.build_connector_meta().requests[0].rows == ((1,),)
+        assert scheduler.build_connector_meta().requests[0].block_ids == ((1,),)
 
 
 def test_default_values_tell_layers_apart():

@@ -13,10 +13,10 @@ from pages import ORDERS, attention, engine_tensor, make_layout, mamba
 from decodebench.cache import readback, write
 from decodebench.cache import values as values_
 from decodebench.cache.bind import bind
-from decodebench.cache.readback import FILLED, UNTOUCHED, WRONG, ZEROED, identify_row, inspect_rows
+from decodebench.cache.readback import FILLED, UNTOUCHED, WRONG, ZEROED, identify_page, inspect_pages
 from decodebench.cache.tensors import POISON, allocate
 from decodebench.cache.values import Constant, FillRefused, Normal, Poison, Tags, Zeros, encode
-from decodebench.cache.write import FillFailed, fill_rows, merge_rows, runs
+from decodebench.cache.write import FillFailed, fill_blocks, merge_blocks, runs
 from decodebench.models.specs import CircularBufferSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -27,11 +27,11 @@ ALL_VALUES = (Constant(), NOISE, Tags(), Zeros())
 name_of = lambda values: type(values).__name__  # noqa: E731
 
 
-def expected_storage(cache, rows_by_group, values):
+def expected_storage(cache, ids_by_group, values):
     """The whole allocation as it must look: poison, but for the rows' parts. Plain loops, byte by byte."""
     layout = cache.layout
     storage = torch.full((layout.size,), POISON, dtype=torch.uint8)
-    for group, rows in zip(layout.groups, rows_by_group):
+    for group, rows in zip(layout.groups, ids_by_group):
         for layer, spec in zip(group.layer_names, group.layer_specs):
             offset, stride = layout.placement[layer]
             for row in rows:
@@ -110,13 +110,13 @@ def cases(draw):
 def test_every_row_is_written_and_no_other_byte(case, values):
     layout, rows = case
     cache = allocate(layout)
-    report = fill_rows(cache, rows, values)
+    report = fill_blocks(cache, rows, values)
     assert torch.equal(cache.storage, expected_storage(cache, rows, values))
-    assert report.rows == [len(r) for r in rows]
+    assert report.blocks == [len(r) for r in rows]
     written = int((cache.storage != POISON).sum())
     assert report.bytes_written == report.bytes_needed >= written
     for g, group in enumerate(layout.groups):
-        states = inspect_rows(cache, g, values).states
+        states = inspect_pages(cache, g, values).states
         zeros_only = all(part.zeros_only for part in group.kv_cache_spec.parts())
         good = ZEROED if zeros_only else FILLED
         assert (states[:, rows[g]] == good).all()
@@ -141,20 +141,20 @@ def test_equally_spaced_rows_are_one_run():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 50))))
 def test_tables_of_many_requests_merge_into_sorted_unique_rows(tables):
-    assert list(merge_rows(tables)) == sorted({row for table in tables for row in table})
+    assert list(merge_blocks(tables)) == sorted({row for table in tables for row in table})
 
 
 def test_shared_rows_are_written_once():
     cache = allocate(make_layout([[attention()] * 2]))
-    report = fill_rows(cache, [merge_rows([(1, 2, 3)] * 200 + [(3, 4)])], Constant())
-    assert report.rows == [4] and report.bytes_written == 4 * 2 * 256
+    report = fill_blocks(cache, [merge_blocks([(1, 2, 3)] * 200 + [(3, 4)])], Constant())
+    assert report.blocks == [4] and report.bytes_written == 4 * 2 * 256
 
 
 @pytest.mark.parametrize("values", ALL_VALUES, ids=name_of)
 def test_many_small_scattered_rows_are_written_like_few(values):
     cache = allocate(make_layout([[attention(block_size=1)] * 2], num_blocks=64))
     rows = [[1, 2, 5, 11, 12, 30, 31, 33, 40, 63]]
-    fill_rows(cache, rows, values)
+    fill_blocks(cache, rows, values)
     assert torch.equal(cache.storage, expected_storage(cache, rows, values))
 
 
@@ -163,9 +163,9 @@ def test_a_fill_does_not_depend_on_how_it_is_batched():
     layouts = make_layout([[attention(block_size=8)] * 3, [mamba(padded=512)] * 2], num_blocks=40)
     del layout
     at_once, one_by_one = allocate(layouts), allocate(layouts)
-    fill_rows(at_once, [range(1, 30), range(30, 40)], NOISE)
+    fill_blocks(at_once, [range(1, 30), range(30, 40)], NOISE)
     for row in range(39, 0, -1):
-        fill_rows(one_by_one, [[row], []] if row < 30 else [[], [row]], NOISE)
+        fill_blocks(one_by_one, [[row], []] if row < 30 else [[], [row]], NOISE)
     assert torch.equal(at_once.storage, one_by_one.storage)
 
 
@@ -186,13 +186,13 @@ def test_noise_is_the_window_that_the_rule_says(dtype):
 def test_rows_larger_than_the_bank_wrap():
     spec = MambaSpec(block_size=16, shapes=((700_001,),), dtypes=("float32",), mamba_type="LINEAR")
     cache = allocate(make_layout([[spec] * 2], num_blocks=3))
-    fill_rows(cache, [[2]], NOISE)
+    fill_blocks(cache, [[2]], NOISE)
     period = NOISE.period("float32")
     noise = NOISE.bank("float32", torch.device("cpu"))[:period]
     for layer in range(2):
         where = (2 * 4099 + layer * 31 + torch.arange(700_001)) % period
         assert torch.equal(cache.flat(f"group0.layer{layer}")[2].view(torch.int32), noise[where])
-    states = inspect_rows(cache, 0, NOISE).states
+    states = inspect_pages(cache, 0, NOISE).states
     assert states.tolist() == [[UNTOUCHED, UNTOUCHED, FILLED]] * 2
 
 
@@ -222,7 +222,7 @@ def test_no_two_rows_of_a_deep_stack_are_the_same_nearby():
 def test_mean_and_spread_of_noise(dtype):
     normal = Normal(mean=0.25, std=0.5, bank_bytes=2 << 20)
     cache = allocate(make_layout([[attention(block_size=16, dtype=dtype)] * 4], num_blocks=65))
-    fill_rows(cache, [range(1, 65)], normal)
+    fill_blocks(cache, [range(1, 65)], normal)
     [(_, view)] = cache.group_flat(0)
     sample = view[:, 1:].to(torch.float64)
     # windows of one bank overlap: what counts is how many of its elements were seen
@@ -270,16 +270,16 @@ def test_tags_spell_layer_and_block(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_content_in_the_wrong_place_is_traced_to_its_owner(values, dtype):
     cache = allocate(make_layout([[attention(dtype=dtype)] * 3, [attention(dtype=dtype)] * 3], num_blocks=70))
-    fill_rows(cache, [[5, 66], [9]], values)
+    fill_blocks(cache, [[5, 66], [9]], values)
     cache.flat("group0.layer1")[8] = cache.flat("group0.layer0")[66]
     cache.flat("group1.layer2")[7] = cache.flat("group1.layer1")[9]
-    assert inspect_rows(cache, 0, values).states[1, 8] == WRONG
-    assert identify_row(cache, 0, 1, 8, values) == (0, 66)
-    assert identify_row(cache, 1, 2, 7, values) == (4, 9)
+    assert inspect_pages(cache, 0, values).states[1, 8] == WRONG
+    assert identify_page(cache, 0, 1, 8, values) == (0, 66)
+    assert identify_page(cache, 1, 2, 7, values) == (4, 9)
     # the aliased page of group 0 holds what group 1 wrote
-    assert identify_row(cache, 0, 2, 9, values) == (5, 9)
-    assert identify_row(cache, 0, 0, 5, values) == (0, 5)
-    assert identify_row(cache, 0, 0, 6, values) is None
+    assert identify_page(cache, 0, 2, 9, values) == (5, 9)
+    assert identify_page(cache, 0, 0, 5, values) == (0, 5)
+    assert identify_page(cache, 0, 0, 6, values) is None
 
 
 # -- reading back -------------------------------------------------------------------------------
@@ -289,34 +289,34 @@ def test_content_in_the_wrong_place_is_traced_to_its_owner(values, dtype):
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_wrong_byte_anywhere_is_seen(values, order):
     cache = allocate(make_layout([[mamba(padded=320)] * 2], order=order))
-    fill_rows(cache, [[2, 3, 6]], values)
+    fill_blocks(cache, [[2, 3, 6]], values)
     page = cache.pages("group0.layer1")
     for byte in (0, 47, 48, 200, 303):
         before = int(page[3, byte])
         page[3, byte] = before ^ 1
-        found = inspect_rows(cache, 0, values)
+        found = inspect_pages(cache, 0, values)
         assert found.states[1].tolist() == [2, 2, 0, 3, 2, 2, 0, 2] and not found.padding_written.any()
         assert found.states[0].tolist() == [2, 2, 0, 0, 2, 2, 0, 2]
         page[3, byte] = before
     for byte, state in ((304, FILLED), (319, FILLED)):
         page[3, byte] ^= 1
-        found = inspect_rows(cache, 0, values)
+        found = inspect_pages(cache, 0, values)
         assert found.states[1, 3] == state and found.padding[1, 3] == WRONG
         assert int(found.padding_written.sum()) == 1
         page[3, byte] ^= 1
     page[4, 310] = 0  # an unowned page whose padding was written is not untouched
-    assert inspect_rows(cache, 0, values).states[1, 4] == WRONG
+    assert inspect_pages(cache, 0, values).states[1, 4] == WRONG
     page[5] = 0
-    found = inspect_rows(cache, 0, values)
+    found = inspect_pages(cache, 0, values)
     assert found.states[1, 5] == ZEROED and found.padding[1, 5] == ZEROED
 
 
 def test_zeros_are_filled_where_zeros_were_asked_and_zeroed_elsewhere():
     cache = allocate(make_layout([[attention()]]))
-    fill_rows(cache, [[2]], Zeros())
-    assert inspect_rows(cache, 0, Zeros()).states[0, 2] == FILLED
-    assert inspect_rows(cache, 0, Constant()).states[0, 2] == ZEROED
-    assert inspect_rows(cache, 0, NOISE).states[0, 2] == ZEROED
+    fill_blocks(cache, [[2]], Zeros())
+    assert inspect_pages(cache, 0, Zeros()).states[0, 2] == FILLED
+    assert inspect_pages(cache, 0, Constant()).states[0, 2] == ZEROED
+    assert inspect_pages(cache, 0, NOISE).states[0, 2] == ZEROED
 
 
 def test_inspection_works_in_chunks_smaller_than_a_row(monkeypatch):
@@ -325,10 +325,10 @@ def test_inspection_works_in_chunks_smaller_than_a_row(monkeypatch):
     cache = allocate(make_layout([[attention()] * 2, [mamba(padded=256 + 64)] * 2][:1]))
     for values in (Constant(), NOISE, Tags()):
         cache.poison()
-        fill_rows(cache, [[1, 4, 5]], values)
+        fill_blocks(cache, [[1, 4, 5]], values)
         cache.flat("group0.layer1")[5, 100] = 3
         cache.flat("group0.layer0")[6] = 0
-        assert inspect_rows(cache, 0, values).states.tolist() == [
+        assert inspect_pages(cache, 0, values).states.tolist() == [
             [2, 0, 2, 2, 0, 0, 1, 2],
             [2, 0, 2, 2, 0, 3, 2, 2],
         ]
@@ -336,9 +336,9 @@ def test_inspection_works_in_chunks_smaller_than_a_row(monkeypatch):
 
 def test_poison_can_be_written_back():
     cache = allocate(make_layout([[attention()]]))
-    fill_rows(cache, [[2, 3]], Constant())
-    fill_rows(cache, [[3]], Poison())
-    assert inspect_rows(cache, 0, Constant()).states[0].tolist() == [2, 2, 0, 2, 2, 2, 2, 2]
+    fill_blocks(cache, [[2, 3]], Constant())
+    fill_blocks(cache, [[3]], Poison())
+    assert inspect_pages(cache, 0, Constant()).states[0].tolist() == [2, 2, 0, 2, 2, 2, 2, 2]
 
 
 # -- the smallest cases of the connector's history ----------------------------------------------
@@ -349,7 +349,7 @@ def test_a7_a_state_s_row_is_written_and_no_other():
     raw = torch.zeros(4 * 320, dtype=torch.uint8)
     conv = raw.view(torch.bfloat16).as_strided((4, 3, 8), (160, 8, 1))
     ssm = raw.view(torch.float32).as_strided((4, 2, 4, 8), (80, 32, 8, 1), 12)
-    fill_rows(bind(layout, {"group0.layer0": [conv, ssm]}), [[2]], Constant(0.5))
+    fill_blocks(bind(layout, {"group0.layer0": [conv, ssm]}), [[2]], Constant(0.5))
     for state in (conv, ssm):
         assert (state[2] == 0.5).all() and (state[[0, 1, 3]] == 0).all()
     assert (raw.view(4, 320)[:, 304:] == 0).all()
@@ -363,7 +363,7 @@ def test_a8_states_in_raw_pages_hold_values_in_their_own_dtypes():
     storage = torch.full((5 * 20_480,), -1, dtype=torch.int8)
     page = storage.as_strided((5, 1, 1, 18_112), (20_480, 18_112, 18_112, 1))
     cache = bind(make_layout([[spec]], num_blocks=5), {"group0.layer0": page})
-    fill_rows(cache, [[3]], Constant(0.015))
+    fill_blocks(cache, [[3]], Constant(0.015))
     rows = storage.view(torch.uint8).view(5, 20_480)
     assert (rows[3, :1728].view(torch.bfloat16) == torch.tensor(0.015, dtype=torch.bfloat16)).all()
     assert (rows[3, 1728:18_112].view(torch.float32) == 0.015).all()
@@ -374,10 +374,10 @@ def test_a8_states_in_raw_pages_hold_values_in_their_own_dtypes():
 def test_a9_circular_buffers_are_zeroed(values):
     ring = CircularBufferSpec(block_size=4, num_kv_heads=1, head_size=16, dtype="bfloat16")
     cache = allocate(make_layout([[ring]]))
-    report = fill_rows(cache, [[5]], values)
+    report = fill_blocks(cache, [[5]], values)
     assert (cache.pages("group0.layer0")[5] == 0).all()
     assert int((cache.storage != POISON).sum()) == ring.page_size_bytes == report.bytes_zeroed
-    assert inspect_rows(cache, 0, values).states[0].tolist() == [2, 2, 2, 2, 2, ZEROED, 2, 2]
+    assert inspect_pages(cache, 0, values).states[0].tolist() == [2, 2, 2, 2, 2, ZEROED, 2, 2]
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float8_e4m3fn", 0x08), ("float8_e5m2", 0x24)])
@@ -387,9 +387,9 @@ def test_a10_fp8_in_uint8_holds_fp8_values(dtype, bits):
     tensor = engine_tensor(spec)
     assert tensor.dtype == torch.uint8
     cache = bind(layout, {"group0.layer0": tensor})
-    fill_rows(cache, [[3]], Constant(0.015))
+    fill_blocks(cache, [[3]], Constant(0.015))
     assert (tensor[3] == bits).all() and (tensor[[0, 1, 2, 4, 5, 6, 7]] == 0).all()
-    fill_rows(cache, [[3]], Normal(mean=0, std=1e6, bank_bytes=1 << 20))
+    fill_blocks(cache, [[3]], Normal(mean=0, std=1e6, bank_bytes=1 << 20))
     values = tensor[3].view(getattr(torch, dtype)).to(torch.float32)
     assert values.isfinite().all() and values.abs().max() == torch.finfo(getattr(torch, dtype)).max
 
@@ -405,15 +405,15 @@ def test_a11_packed_formats_are_zeroed_and_said_so(values):
         state_content_bytes=656,
     )
     cache = allocate(make_layout([[spec]]))
-    report = fill_rows(cache, [[1, 2]], values)
+    report = fill_blocks(cache, [[1, 2]], values)
     assert (cache.pages("group0.layer0")[1:3] == 0).all() and report.bytes_zeroed == 2 * 4 * 656
-    assert inspect_rows(cache, 0, values).states[0, :4].tolist() == [UNTOUCHED, ZEROED, ZEROED, UNTOUCHED]
+    assert inspect_pages(cache, 0, values).states[0, :4].tolist() == [UNTOUCHED, ZEROED, ZEROED, UNTOUCHED]
 
 
 def test_a12_manager_ids_are_blocks_of_kernel_rows():
     spec = attention(block_size=16)
     tensor = engine_tensor(spec, ratio=4)
-    fill_rows(bind(make_layout([[spec]]), {"group0.layer0": tensor}), [[1, 2]], Constant(0.5))
+    fill_blocks(bind(make_layout([[spec]]), {"group0.layer0": tensor}), [[1, 2]], Constant(0.5))
     assert (tensor[4:12] == 0.5).all() and (tensor[:4] == 0).all() and (tensor[12:] == 0).all()
 
 
@@ -430,10 +430,10 @@ def test_an_engine_s_tensors_are_filled_like_our_own(values):
         tensors[f"group1.layer{i}"] = raw.as_strided((8, 1, 1, 304), (320, 304, 304, 1), i * 8 * 320)
     engine = bind(layout, tensors)
     for cache in (own, engine):
-        fill_rows(cache, [[1, 4], [2, 7]], values)
+        fill_blocks(cache, [[1, 4], [2, 7]], values)
     assert torch.equal(own.storage, raw.view(torch.uint8))
     for group in range(2):
-        ours, theirs = inspect_rows(own, group, values), inspect_rows(engine, group, values)
+        ours, theirs = inspect_pages(own, group, values), inspect_pages(engine, group, values)
         assert torch.equal(ours.states, theirs.states) and torch.equal(ours.padding, theirs.padding)
 
 
@@ -442,11 +442,11 @@ def test_keys_and_values_apart_are_filled_and_read_back():
     cache = bind(make_layout([[attention()]]), {"group0.layer0": tensor})
     cache.poison()
     for values in (Constant(), NOISE):
-        fill_rows(cache, [[3, 4]], values)
+        fill_blocks(cache, [[3, 4]], values)
         assert tensor[:, 3:5].isfinite().all() and tensor[:, [0, 1, 2, 5, 6, 7]].isnan().all()
-        assert inspect_rows(cache, 0, values).states[0].tolist() == [2, 2, 2, 0, 0, 2, 2, 2]
+        assert inspect_pages(cache, 0, values).states[0].tolist() == [2, 2, 2, 0, 0, 2, 2, 2]
     tensor[1, 3, 0, 0, 0] = 7
-    assert inspect_rows(cache, 0, NOISE).states[0, 3] == WRONG
+    assert inspect_pages(cache, 0, NOISE).states[0, 3] == WRONG
 
 
 # -- bad input ----------------------------------------------------------------------------------
@@ -477,20 +477,20 @@ def test_values_that_make_no_sense_are_refused(make):
         ([[0, 1], []], "group 0.*null block"),
         ([[2, 2], []], "sorted and unique"),
         ([[3, 2], []], "sorted and unique"),
-        ([[1]], "rows for 1 groups.*2"),
+        ([[1]], "blocks for 1 groups.*2"),
     ],
 )
 def test_bad_rows_are_refused_before_the_first_byte(rows, message):
     cache = allocate(make_layout([[attention()] * 2, [attention()] * 2]))
     with pytest.raises(FillRefused, match=f"(?s){message}"):
-        fill_rows(cache, rows, Constant())
+        fill_blocks(cache, rows, Constant())
     assert (cache.storage == POISON).all()
 
 
 def test_banks_of_too_many_dtypes_are_refused_before_the_first_byte():
     cache = allocate(make_layout([[mamba(padded=320)]]))
     with pytest.raises(FillRefused, match="bank_bytes"):
-        fill_rows(cache, [[1]], Normal(bank_bytes=40 << 20))
+        fill_blocks(cache, [[1]], Normal(bank_bytes=40 << 20))
     assert (cache.storage == POISON).all()
 
 
@@ -499,7 +499,7 @@ def test_numbers_are_refused_for_integers():
     cache = allocate(make_layout([[spec]]))
     for values in (Constant(), NOISE, Tags()):
         with pytest.raises(FillRefused, match="int8"):
-            fill_rows(cache, [[1]], values)
+            fill_blocks(cache, [[1]], values)
     assert (cache.storage == POISON).all()
 
 
@@ -518,15 +518,15 @@ def test_a_fill_that_breaks_leaves_a_report():
         make_layout([[FullAttentionSpec(block_size=512, num_kv_heads=2, head_size=64, dtype="float32")]])
     )
     with pytest.raises(FillFailed, match="the device went away") as caught:
-        fill_rows(cache, [[1, 2, 5]], values)
+        fill_blocks(cache, [[1, 2, 5]], values)
     assert caught.value.report.bytes_written == 2 * cache.layout.groups[0].bytes_per_block
     assert caught.value.report.bytes_needed == 3 * cache.layout.groups[0].bytes_per_block
 
 
 def test_the_null_block_is_written_only_where_a_fault_asks_for_it():
     cache = allocate(make_layout([[attention()]]))
-    fill_rows(cache, [[0, 1]], Constant(), allow_null_block=True)
-    assert inspect_rows(cache, 0, Constant()).states[0, :2].tolist() == [FILLED, FILLED]
+    fill_blocks(cache, [[0, 1]], Constant(), allow_null_block=True)
+    assert inspect_pages(cache, 0, Constant()).states[0, :2].tolist() == [FILLED, FILLED]
 
 
 # -- on a GPU, in Triton's interpreter ----------------------------------------------------------
@@ -560,7 +560,7 @@ def test_the_triton_kernel_writes_the_same_bytes(values, order, dtype, kernel, m
     )
     cache = allocate(make_layout([[spec] * 2, [state] * 2], num_blocks=4, order=order))
     rows = [[1, 3], [2]]
-    report = fill_rows(cache, rows, values)
+    report = fill_blocks(cache, rows, values)
     assert torch.equal(cache.storage, expected_storage(cache, rows, values))
     assert report.bytes_written == report.bytes_needed
     if not isinstance(values, Tags):
@@ -593,5 +593,5 @@ def test_the_triton_kernel_follows_the_noise_around_its_period(kernel):
 def test_a_constant_that_its_dtype_cannot_hold_is_refused_before_anything_is_written():
     cache = allocate(make_layout([[attention(dtype="float8_e4m3fn")]], num_blocks=3))
     with pytest.raises(FillRefused, match="becomes 0 in float8_e4m3fn"):
-        fill_rows(cache, [[1]], Constant(1e-9))
+        fill_blocks(cache, [[1]], Constant(1e-9))
     assert (cache.storage == 0xFF).all()

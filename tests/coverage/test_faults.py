@@ -13,11 +13,11 @@ from small import NOISE, apart, full, latent, on_tables, ring, small_layout, sta
 from decodebench.cache.bind import bind
 from decodebench.cache.connector import ConnectorError, ConnectorMetadata, ConnectorScheduler, ConnectorWorker
 from decodebench.cache.faults import FAULTS, faulty_halves
-from decodebench.cache.readback import FILLED, ZEROED, inspect_rows
+from decodebench.cache.readback import FILLED, ZEROED, inspect_pages
 from decodebench.cache.run import fill_cache, run_connector
 from decodebench.cache.tensors import CacheMismatch, allocate
 from decodebench.cache.values import Constant, Normal, encode
-from decodebench.cache.write import fill_rows
+from decodebench.cache.write import fill_blocks
 from decodebench.coverage.from_bytes import audit
 from decodebench.coverage.from_counters import cost_findings
 from decodebench.coverage.from_plan import plan_audit
@@ -45,7 +45,7 @@ def run(layout, batch, fault=None, values=NOISE, resident=(), cache=None):
     """(cache, audit) after both halves filled the batch."""
     cache = cache or apart(layout)
     if resident:
-        fill_rows(cache, resident, RESIDENT)
+        fill_blocks(cache, resident, RESIDENT)
     report = fill_cache(cache, batch, values, fault)
     return cache, audit(cache, batch, values, report, RESIDENT if resident else None)
 
@@ -57,7 +57,7 @@ def written(cache, layer):
 
 def holding(cache, group, values=NOISE):
     """Rows of a group's first layer that hold exactly the values."""
-    return (inspect_rows(cache, group, values).states[0] == FILLED).nonzero().flatten().tolist()
+    return (inspect_pages(cache, group, values).states[0] == FILLED).nonzero().flatten().tolist()
 
 
 def found(audit, state=None):
@@ -145,7 +145,7 @@ def test_a3_shows_even_where_the_same_values_were_there_before():
     layout = small_layout([full()], 8)
     batch = on_tables(layout, (50, 32, [[1, 2, 3, 4]]))
     cache = apart(layout)
-    fill_rows(cache, [(1, 2)], NOISE)
+    fill_blocks(cache, [(1, 2)], NOISE)
     _, bad = run(layout, batch, "A3", cache=cache)
     assert found(bad, "clobbered") == {(0, "g0.0", b, "request-0", "clobbered") for b in (1, 2)}
 
@@ -381,7 +381,7 @@ def test_a14_a_table_too_short():
         )
     scheduler, _ = faulty_halves(layout, "A14")
     scheduler.update_state_after_alloc(SimpleNamespace(request_id="r", num_tokens=34), [[1, 2]], 33)
-    assert scheduler.build_connector_meta().requests[0].rows == ((1, 2),)
+    assert scheduler.build_connector_meta().requests[0].block_ids == ((1, 2),)
 
 
 @catches("A15")
@@ -399,7 +399,7 @@ def test_a15_repeated_fills():
         assert report.block_ids == [(1, 2)]
         assert worker.counters["bytes_needed"] == 2 * layout.bytes_per_block()
         assert worker.counters["bytes_written"] == times * worker.counters["bytes_needed"]
-        assert worker.counters["rows_asked"] == 512
+        assert worker.counters["blocks_asked"] == 512
         told = cost_findings(scheduler, worker)
         assert (told == ()) if fault is None else told[0].startswith("A15 repeated fills")
 
@@ -414,7 +414,7 @@ def test_a16_startup_fill_wiped():
     assert clean.ok and clean.required == 3, clean
     cache = apart(layout)
     report = fill_cache(cache, batch, Constant(), "A16")
-    assert (inspect_rows(cache, 0, Constant()).states[0, 1:4] == ZEROED).all()
+    assert (inspect_pages(cache, 0, Constant()).states[0, 1:4] == ZEROED).all()
     bad = audit(cache, batch, Constant(), report, startup_fill=True)
     assert found(bad) == {(0, "g0.0", b, "request-0", "uncovered") for b in (1, 2)}
     assert bad.suspects == ("A16",)

@@ -28,10 +28,10 @@ from decodebench.cache.connector import ConnectorMetadata, ConnectorScheduler, C
 from decodebench.cache.run import fill_cache, run_connector
 from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Constant, Normal, Tags, Zeros
-from decodebench.cache.write import fill_rows
+from decodebench.cache.write import fill_blocks
 from decodebench.coverage.from_bytes import audit
 from decodebench.coverage.from_plan import plan_audit
-from decodebench.coverage.required import CoverageError, holding_rows, owners, required_rows
+from decodebench.coverage.required import CoverageError, holding_blocks, owners, required_pages
 from decodebench.layout.plan import from_groups
 from decodebench.layout.pool import NULL_BLOCK, Batch, KVCacheManager, Request, admit
 from decodebench.models.specs import (
@@ -79,7 +79,7 @@ def read_positions(spec, tokens, per_block, table, hit):
 def test_required_rows_are_what_the_kinds_mean(manager):
     layout, batch = manager.layout, manager.batch()
     required = {}
-    for rows in required_rows(layout, batch):
+    for rows in required_pages(layout, batch):
         for layer in rows.layers:
             required[rows.request, rows.group, layer] = dict(
                 zip(rows.block_ids.tolist(), rows.shared.tolist())
@@ -100,7 +100,7 @@ def test_layers_of_one_group_may_read_differently():
     layout = small_layout([[full(sliding_window=20), full()]], 16)
     layers = {
         rows.layers: rows.block_ids.tolist()
-        for rows in required_rows(layout, on_tables(layout, (65, 0, [[1, 2, 3, 4, 5]])))
+        for rows in required_pages(layout, on_tables(layout, (65, 0, [[1, 2, 3, 4, 5]])))
     }
     assert layers == {(0,): [3, 4], (1,): [1, 2, 3, 4]}
 
@@ -126,7 +126,7 @@ def test_owners_and_rows_that_hold_something():
     layout = small_layout([full(), window(17)], 16)
     batch = on_tables(layout, (65, 0, [[1, 2, 3, 4, 5], [0, 0, 0, 6, 7]]))
     assert owners(layout, batch)[0].tolist() == [-1, 0, 0, 0, 0, 0, 1, 1] + [-1] * 8
-    assert [np.nonzero(h)[0].tolist() for h in holding_rows(layout, batch)] == [[1, 2, 3, 4], [6]]
+    assert [np.nonzero(h)[0].tolist() for h in holding_blocks(layout, batch)] == [[1, 2, 3, 4], [6]]
 
 
 # -- no fault: everything, and nothing else -----------------------------------------------------
@@ -178,15 +178,15 @@ def test_plan_and_bytes_agree_on_any_rows(manager, data):
         chosen = data.draw(st.sets(st.sampled_from(mine)) if mine else st.just(set())) | data.draw(other)
         rows.append(sorted(chosen - taken))
         taken |= chosen
-    report = fill_rows(cache, rows, NOISE)
+    report = fill_blocks(cache, rows, NOISE)
     found, planned = audit(cache, batch, NOISE, report), plan_audit(layout, batch, report)
     # hits whose first owner is in the batch count by what is there, in the bytes
     computed = np.zeros((len(layout.groups), layout.num_blocks), dtype=bool)
-    for r in required_rows(layout, batch):
+    for r in required_pages(layout, batch):
         computed[r.group][r.block_ids[~r.shared]] = True
     if all(
         computed[r.group][r.block_ids[r.shared]].all() and not r.shared.any()
-        for r in required_rows(layout, batch)
+        for r in required_pages(layout, batch)
     ):
         assert np.array_equal(planned.counts[..., :2].sum(axis=2), found.counts[..., :2].sum(axis=2))
         assert planned.ok == found.ok
@@ -244,7 +244,7 @@ def test_states_windows_and_prefix_hits_together(shared):
     found = audit(cache, batch, NOISE, report)
     assert found.ok, found
     assert (
-        found.required > sum(report.rows) * 2 - 1
+        found.required > sum(report.blocks) * 2 - 1
     )  # shared rows are required of each request, and written once
 
 
@@ -341,7 +341,7 @@ def test_the_slot_of_the_token_being_computed_is_not_the_fills():
     layout = small_layout([full()], 8)
     batch = on_tables(layout, (33, 0, [[1, 2, 3]]))
     cache = allocate(layout)
-    fill_rows(cache, [(1, 2, 3)], NOISE)
+    fill_blocks(cache, [(1, 2, 3)], NOISE)
     (row,) = audit(cache, batch, NOISE).rows.to_dict("records")
     assert (row["block"], row["state"]) == (3, "stray") and "the step writes it itself" in row["detail"]
     assert plan_audit(layout, batch, [(1, 2, 3)]).groups.stray.tolist() == [1]
@@ -369,7 +369,7 @@ def test_a_stray_write_into_an_aliased_page_is_traced_to_its_writer(values):
     cache = allocate(layout)
     report = fill_cache(cache, batch, values)
     block = batch.requests[0].block_ids[0][1]
-    fill_rows(cache, [(), (block,), ()], values)  # group 1's layers over a block of group 0
+    fill_blocks(cache, [(), (block,), ()], values)  # group 1's layers over a block of group 0
     found = audit(cache, batch, values, report)
     rows = found.rows.set_index("layer")
     for j in (0, 1):
@@ -408,7 +408,7 @@ def test_an_engine_that_zeroes_new_blocks_is_not_blamed():
     assert layout.needs_kv_cache_zeroing
     manager, cache = KVCacheManager(layout), allocate(layout)
     batch = admit(layout, context=[33], manager=manager)
-    fill_rows(cache, [list(ids) for ids in manager.take_zeroed()], Zeros())
+    fill_blocks(cache, [list(ids) for ids in manager.take_zeroed()], Zeros())
     report = fill_cache(cache, batch, NOISE)
     assert audit(cache, batch, NOISE, report).ok
 
@@ -418,7 +418,7 @@ def test_a_constant_hides_in_aliased_pages_and_bytes_that_differ_do_not():
     batch = on_tables(layout, (17, 0, [[1, 2], [5, 6]]))
     for values, seen in ((Constant(), False), (NOISE, True)):
         cache = allocate(layout)
-        fill_rows(cache, [(1,), (1, 5)], values)  # group 1 writes over group 0's block 1
+        fill_blocks(cache, [(1,), (1, 5)], values)  # group 1 writes over group 0's block 1
         assert audit(cache, batch, values).ok != seen
 
 
@@ -498,7 +498,7 @@ def test_a_hole_in_the_fill_stays_a_hole_later():
 
 def test_a_fill_that_says_less_than_it_wrote():
     layout, cache, batch, report = sound()
-    silent = fill_rows(allocate(layout), [(), *report.block_ids[1:]], NOISE)
+    silent = fill_blocks(allocate(layout), [(), *report.block_ids[1:]], NOISE)
     found = audit(cache, batch, NOISE, silent)
     assert not found.ok and found.coverage == 1
     assert "group 0 (full_attention, first layer 'g0.0')" in found.disagreements[0]
@@ -523,10 +523,12 @@ def test_who_asked_for_a_shared_row_shows_in_the_metadata():
     meta = scheduler.build_connector_meta()
     assert plan_audit(layout, batch, meta).ok
     first, second = meta.requests
-    again = RequestFill(second.request_id, (first.rows[0][:1] + second.rows[0],), second.num_external_tokens)
+    again = RequestFill(
+        second.request_id, (first.block_ids[0][:1] + second.block_ids[0],), second.num_external_tokens
+    )
     found = plan_audit(layout, batch, ConnectorMetadata((first, again)))
     (row,) = found.rows.to_dict("records")
-    assert (row["request"], row["block"], row["state"]) == ("request-1", first.rows[0][0], "clobbered")
+    assert (row["request"], row["block"], row["state"]) == ("request-1", first.block_ids[0][0], "clobbered")
 
 
 def test_ids_that_do_not_exist_are_named():
@@ -545,12 +547,12 @@ def test_a_verdict_is_one_line_and_says_what_matters():
     found = audit(cache, batch, NOISE, report)
     # 2 layers x (5 + 6) blocks, windows of 40: (3 + 4 blocks), 2 states, 2 rings, 2 x 2 encoder blocks
     assert (
-        found.verdict == "100 % of 37 required rows covered in 5 groups, 2 of them zeroed on purpose "
+        found.verdict == "100 % of 37 required pages covered in 5 groups, 2 of them zeroed on purpose "
         "(circular buffer: no plain numbers to fill); nothing else touched."
     )
     nothing = audit(allocate(layout), batch, NOISE)
     assert nothing.verdict.startswith(
-        "0.0 % of 37 required rows covered in 5 groups: group 0 (full_attention) 0 %, "
+        "0.0 % of 37 required pages covered in 5 groups: group 0 (full_attention) 0 %, "
         "group 1 (sliding_window) 0 %"
     )
     assert "and 1 more" in nothing.verdict and "\n" not in nothing.verdict
@@ -563,7 +565,7 @@ def test_almost_all_is_not_all():
     batch = admit(layout, context=[3001])
     found = plan_audit(layout, batch, [batch.requests[0].block_ids[0][1:3000]])
     assert found.verdict.startswith(
-        "99.9 % of 3,000 required rows written, by block ids, in 1 group: group 0 (full_attention) 99.9 %"
+        "99.9 % of 3,000 required pages written, by block ids, in 1 group: group 0 (full_attention) 99.9 %"
     )
 
 
@@ -626,7 +628,7 @@ def test_a_state_kept_for_later_hits_is_asked_for_though_no_step_reads_it():
     for written, bad in (([4, 5], None), ([5], "uncovered"), ([4], "required")):
         rows = [[1, 2], written]
         cache = allocate(layout)
-        report = fill_rows(cache, rows, NOISE)
+        report = fill_blocks(cache, rows, NOISE)
         by_bytes, by_plan = audit(cache, batch, NOISE, report), plan_audit(layout, batch, rows)
         for found in (by_bytes, by_plan):
             assert found.required == 3 and found.ok == (bad is None), found
@@ -640,9 +642,9 @@ def test_a_prefix_hit_of_zeros_was_filled_by_nobody():
     layout = small_layout([full()], 8)
     batch = on_tables(layout, (50, 32, [[1, 2, 3, 4]]))
     cache = allocate(layout)
-    fill_rows(cache, [[1]], Normal(seed=1, bank_bytes=1 << 20))
-    fill_rows(cache, [[2]], Zeros())
-    fill_rows(cache, [[3, 4]], NOISE)
+    fill_blocks(cache, [[1]], Normal(seed=1, bank_bytes=1 << 20))
+    fill_blocks(cache, [[2]], Zeros())
+    fill_blocks(cache, [[3, 4]], NOISE)
     for resident in (None, Normal(seed=1, bank_bytes=1 << 20)):
         found = audit(cache, batch, NOISE, resident=resident)
         assert found.rows[["block", "state"]].values.tolist() == [[2, "uncovered"]]

@@ -36,7 +36,7 @@ def test_what_is_written_is_read(tmp_path):
     assert (found.required, found.covered, found.ok) == (45, 43, False)
     assert found.request_ids == ("a", "b", "c") and found.rows.block.tolist() == [3, 4]
     assert found.verdict.startswith(
-        "95.6 % of 45 required rows covered in 2 groups: group 0 (full_attention)"
+        "95.6 % of 45 required pages covered in 2 groups: group 0 (full_attention)"
     )
     assert found.groups.layers.tolist() == [2, 1]
     assert audit_steps(path)[["step", "requests", "required", "covered", "ok"]].values.tolist() == [

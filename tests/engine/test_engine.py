@@ -194,7 +194,7 @@ def test_a_connector_that_forgets_a_group_is_seen_and_strict_stops_the_engine(ru
     audit, _ = run("tiny-granite-hybrid")
     assert not audit.ok and list(audit.groups.coverage) == [0, 1, 1]
     assert audit.groups.uncovered[0] == audit.groups.required[0]
-    with pytest.raises(AuditFailed, match=r"rows covered in 3 groups: group 0 \(mamba\) 0 %"):
+    with pytest.raises(AuditFailed, match=r"pages covered in 3 groups: group 0 \(mamba\) 0 %"):
         run("tiny-granite-hybrid", options={"strict": True})
 
 
@@ -291,7 +291,7 @@ def test_the_state_at_a_block_boundary_is_filled_where_the_kernels_read_it(run, 
         for fill in self._get_connector_metadata().fill.requests:
             for layer, metadata in forward_context.attn_metadata.items():
                 if hasattr(metadata, "state_indices_tensor_d"):
-                    planned = fill.rows[self.layout.group_of[layer]]
+                    planned = fill.block_ids[self.layout.group_of[layer]]
                     read[layer] = (metadata.state_indices_tensor_d[0, 0].item(), planned)
 
     monkeypatch.setattr(Connector, "start_load_kv", spy)

@@ -31,7 +31,7 @@ def test_all_of_the_prompt_but_its_last_token_is_filled(tokens, blocks):
     assert fill.num_external_tokens == tokens - 1
     assert step.output.num_scheduled_tokens == {request.request_id: 1}
     table = step.tables[request.request_id][0][:blocks]
-    assert fill.rows == (tuple(table),)
+    assert fill.block_ids == (tuple(table),)
     for layer in ("a", "b"):
         assert s.rows(layer) == s.touched(layer) == sorted(table)
 
@@ -74,7 +74,7 @@ def test_a_prefix_hit_is_left_alone_and_the_rest_filled():
     table = step.tables[again.request_id][0]
     assert table[:3] == shared
     assert step.fills[again.request_id].num_external_tokens == 31
-    assert step.fills[again.request_id].rows == (tuple(table[3:5]),)
+    assert step.fills[again.request_id].block_ids == (tuple(table[3:5]),)
     assert all(bool((s.caches[layer][shared] == 7.0).all()) for layer in "ab")
 
 
@@ -83,21 +83,21 @@ def test_every_group_at_its_own_blocks_and_block_size():
     request = s.add(129)
     step = s.step()
     fill, tables = step.fills[request.request_id], step.tables[request.request_id]
-    assert fill.rows[0] == tuple(tables[0][:8])
+    assert fill.block_ids[0] == tuple(tables[0][:8])
     # block 4 begins with the token being computed: the step reads the copy of the state there
-    assert fill.rows[1] == tuple(tables[1][3:5]) and set(tables[1][:3]) == {0}
+    assert fill.block_ids[1] == tuple(tables[1][3:5]) and set(tables[1][:3]) == {0}
     # positions 97 to 127 are read: blocks 6 and 7, and block 8 holds the token being computed
-    assert fill.rows[2] == tuple(tables[2][6:8]) and set(tables[2][:6]) == {0}
-    assert s.touched("full") == sorted(fill.rows[0])
-    assert s.touched("near") == sorted(fill.rows[2])
-    assert s.touched("state") == sorted(fill.rows[1])
+    assert fill.block_ids[2] == tuple(tables[2][6:8]) and set(tables[2][:6]) == {0}
+    assert s.touched("full") == sorted(fill.block_ids[0])
+    assert s.touched("near") == sorted(fill.block_ids[2])
+    assert s.touched("state") == sorted(fill.block_ids[1])
 
 
 def test_states_hold_values_in_their_own_types_and_padding_is_untouched():
     spec = mamba(16, page_size_padded=4096)
     s = Stage([(["full"], full(16)), (["state"], spec)])
     request = s.add(33)
-    rows = s.step().fills[request.request_id].rows[1]
+    rows = s.step().fills[request.request_id].block_ids[1]
     assert len(rows) == 2  # the running state, and the one that later prefix hits read
     for row in rows:
         page = torch.as_strided(s.caches["state"], (64, 4096), (4096, 1))[row].clone().view(torch.uint8)
@@ -123,7 +123,7 @@ def test_fp8_behind_uint8_is_encoded(cache_dtype, dtype, std):
     spec = full(dtype=torch.uint8, kv_quant_mode=stage.v.KVQuantMode.FP8_PER_TENSOR)
     s = Stage([(["a"], spec)], options={"std": std}, kv_cache_dtype=cache_dtype)
     s.add(33)
-    rows = list(next(iter(s.step().fills.values())).rows[0])
+    rows = list(next(iter(s.step().fills.values())).block_ids[0])
     values = s.caches["a"].view(dtype)[rows].float()
     assert s.touched("a") == sorted(rows)
     if std:
@@ -137,7 +137,7 @@ def test_packed_bytes_are_zeroed():
     s = Stage([(["a"], spec)])
     s.caches["a"].fill_(7)
     s.add(33)
-    rows = next(iter(s.step().fills.values())).rows[0]
+    rows = next(iter(s.step().fills.values())).block_ids[0]
     left = [block for block in range(64) if bool((s.caches["a"][block] == 7).all())]
     assert s.rows("a", 0) == sorted(rows) and sorted([*rows, *left]) == list(range(64))
 
@@ -165,7 +165,7 @@ def test_startup_fill_leaves_nothing_to_each_request():
     request = s.add(32)
     step = s.step()
     assert step.output.num_scheduled_tokens == {request.request_id: 1}
-    assert not any(any(fill.rows) for fill in step.fills.values())
+    assert not any(any(fill.block_ids) for fill in step.fills.values())
     assert all(bool((s.caches[layer] == 7.0).all()) for layer in "ab")
 
 
@@ -175,8 +175,8 @@ def test_startup_fill_still_fills_what_the_engine_zeroes():
     assert s.rows("full") == s.touched("state") == []  # and steps replace states
     request = s.add(33)
     fill = s.step().fills[request.request_id]
-    assert len(fill.rows[0]) == 2 and s.rows("full") == sorted(fill.rows[0])
-    assert len(fill.rows[1]) == 2 and s.touched("state") == sorted(fill.rows[1])
+    assert len(fill.block_ids[0]) == 2 and s.rows("full") == sorted(fill.block_ids[0])
+    assert len(fill.block_ids[1]) == 2 and s.touched("state") == sorted(fill.block_ids[1])
 
 
 def test_every_row_of_a_step_is_written_once():
@@ -188,8 +188,8 @@ def test_every_row_of_a_step_is_written_once():
     stats = s.worker.get_kv_connector_stats()
     page = s.config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     # all four share the prompt's four blocks, which the first one fills; the last token's block is empty
-    assert stats.data["bytes"] == stats.data["rows"] * 2 * page
-    assert stats.data["rows"] == len(s.rows("a")) == 4
+    assert stats.data["bytes"] == stats.data["blocks"] * 2 * page
+    assert stats.data["blocks"] == len(s.rows("a")) == 4
 
 
 def test_block_ids_out_of_range_are_an_error_that_says_where():
@@ -224,8 +224,8 @@ def test_a_pipeline_stage_without_layers_of_a_group_fills_the_others():
     worker.bind_connector_metadata(output.kv_connector_metadata)
     worker.start_load_kv(None)
     (fill,) = output.kv_connector_metadata.fill.requests
-    assert fill.request_id == request.request_id and len(fill.rows) == 2
-    assert s.touched("state") == sorted(fill.rows[1]) and s.touched("full") == []
+    assert fill.request_id == request.request_id and len(fill.block_ids) == 2
+    assert s.touched("state") == sorted(fill.block_ids[1]) and s.touched("full") == []
 
 
 def test_dcp_multiplies_what_a_full_attention_block_covers():
@@ -245,7 +245,7 @@ def test_dcp_multiplies_what_a_full_attention_block_covers():
     request = SimpleNamespace(request_id="r", num_tokens=34)
     scheduler.update_state_after_alloc(request, ([1, 2, 3], [0, 0, 4]), 33)
     (fill,) = scheduler.build_connector_meta().requests
-    assert fill.rows == ((1, 2), (4,))
+    assert fill.block_ids == ((1, 2), (4,))
 
 
 def empty_step():

@@ -95,7 +95,7 @@ def test_tables_rows_and_growth_are_vllms(seed):
         assert held(blocks.block_ids) == held(table)
         scheduler = ConnectorScheduler(layout)
         scheduler.update_state_after_alloc(blocks, table, tokens - 1)
-        rows = scheduler.build_connector_meta().requests[0].rows
+        rows = scheduler.build_connector_meta().requests[0].block_ids
         theirs_rows = upstream_rows(groups, request, pool.get_blocks(name), tokens - 1)
         for spec, own, upstream, ids in zip(specs, rows, theirs_rows, table):
             if getattr(spec, "mamba_cache_mode", None) == "align":

@@ -19,7 +19,7 @@ from decodebench.cache.run import fill_cache
 from decodebench.cache.small import small_cache
 from decodebench.cache.tensors import allocate
 from decodebench.cache.values import Normal
-from decodebench.cache.write import fill_rows
+from decodebench.cache.write import fill_blocks
 from decodebench.layout import reads
 from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups
@@ -248,7 +248,7 @@ def test_a_state_step_at_a_block_boundary_updates_the_block_it_reads(backend, hi
     layout = layout_of(specs, 8)
     batch = Batch(layout, (RequestBlocks(Request("r", 33), hit, ((0, 3, 5),)),))
     cache = allocate(layout, "cpu", "poison")
-    filled = fill_cache(cache, batch) if not hit else fill_rows(cache, [(3,)], Normal())
+    filled = fill_cache(cache, batch) if not hit else fill_blocks(cache, [(3,)], Normal())
     assert filled.block_ids[0] == ((3,) if hit else (3, 5))
     before = cache.pages("mamba2.0").clone()
     step = prepare_step(cache, batch, backend)

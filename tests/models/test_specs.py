@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decodebench.cache.run import fill_cache
 from decodebench.cache.tensors import allocate
 from decodebench.coverage.from_bytes import audit
-from decodebench.coverage.required import required_rows
+from decodebench.coverage.required import required_pages
 from decodebench.layout.plan import plan
 from decodebench.layout.pool import admit
 from decodebench.measure.step import compare_with_reference
@@ -212,7 +212,7 @@ def test_the_kind_of_cache_that_contributing_adds_needs_no_other_file():
     found = audit(cache, batch)
     assert found.ok, found.verdict
     # token 99 lies in span 3: spans 2 and 3, tokens 64 to 98, blocks 4 to 6
-    (rows,) = [r for r in required_rows(layout, batch) if r.request == 0 and r.group == 1]
+    (rows,) = [r for r in required_pages(layout, batch) if r.request == 0 and r.group == 1]
     assert rows.positions.tolist() == [4, 5, 6]
     errors = compare_with_reference(cache, batch, "torch", dtype="float32")
     assert max(max(pair) for pair in errors.values()) < 1e-5

@@ -275,11 +275,11 @@ class Scenario:
             reads = step_reads(self.layout, batch, metadata, modules)
             assert not reads.unseen and not reads.disagreements, (reads.unseen, reads.disagreements)
             planned = [
-                set().union(*(fill.rows[g] for fill in fills.values())) for g in range(len(self.specs))
+                set().union(*(fill.block_ids[g] for fill in fills.values())) for g in range(len(self.specs))
             ]
             for group, blocks in enumerate(planned):
                 self.holds |= dict.fromkeys(blocks, group)
-            for rows in reads.rows:
+            for rows in reads.pages:
                 for block, shared in zip(rows.block_ids.tolist(), rows.shared.tolist()):
                     brought = shared and self.holds.get(block) == rows.group
                     assert block in planned[rows.group] or brought, (rows, planned[rows.group])
@@ -301,7 +301,7 @@ class Scenario:
         self.seen["requests filled"] += 1
         self.seen["at a block's edge"] += at_edge
         self.seen["behind a prefix hit"] += blocks.num_computed > 0
-        for group, rows in enumerate(fill.rows):
+        for group, rows in enumerate(fill.block_ids):
             table = blocks.block_ids[group]
             assert [list(table)] == [self.tables[name][group]]
             own = set(table[hit_blocks(self.layout, blocks, group) :]) - {NULL_BLOCK}

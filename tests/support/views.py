@@ -494,7 +494,7 @@ def fill(planned, tensors) -> tuple[str, list[tuple[int, ...]]]:
     # no model runs here, so that the step's audit counts as planned what a kernel would read
     if of_step.covered != of_step.required or of_step.findings or not found.ok:
         raise AssertionError(f"the step's audit: {of_step.verdict}; the cache's: {found.verdict}")
-    return found.verdict, list(step.fill.requests[0].rows)
+    return found.verdict, list(step.fill.requests[0].block_ids)
 
 
 def read_back(case: Case, planned, tensors, specs, rows) -> tuple[list[str], bool]:
