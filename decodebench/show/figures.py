@@ -532,7 +532,7 @@ def fill_costs(costs: pd.DataFrame, title: str, subtitle: str = "") -> Chart:
     )
 
 
-def growth(rows, title: str) -> Chart:
+def growth(rows: pd.DataFrame | None, title: str) -> Chart | Note:
     """Share of plain bytes by the size of the cache (rows of ``bench_growth``): a level line is a linear time.
 
     Its subtitle says where and when the rows were made, and how many of them beside other work. ``rows``

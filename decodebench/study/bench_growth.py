@@ -104,6 +104,7 @@ def stored() -> pd.DataFrame | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench bench growth``."""
     parser.add_argument("--most", type=float, metavar="GIB", help="largest cache in GiB (8, or what fits)")
     parser.add_argument("--json", action="store_true", help="rows, floors and provenance")
     parser.add_argument("--out", metavar="FOLDER", help="store the rows there, as a sweep does")
@@ -137,6 +138,7 @@ def bench_growth_command(arguments: argparse.Namespace) -> int:
 
 
 def line_of(row: dict[str, Any]) -> str:
+    """A row as a line of the table that is printed while the bench runs."""
     cells = (
         f"{row['work']}, {row['values']}",
         bytes_text(row["bytes"]),
