@@ -12,7 +12,19 @@ EXTRA_OF |= {"vllm": "vllm", "ray": "ray"}
 
 
 class DecodebenchError(ValueError):
-    """Base of every error this library raises on bad input: says what, where, and the remedy."""
+    """Base of every error this library raises on bad input: says what, where, and the remedy.
+
+    Always one line that a person can read, whatever a value or another library's message brings.
+    """
+
+    def __init__(self, *told: object) -> None:
+        super().__init__(*(one_line(text) if isinstance(text, str) else text for text in told))
+
+
+def one_line(text: str, longest: int = 2000) -> str:
+    """A text without line breaks, its middle left out where it is longer than ``longest`` characters."""
+    text = " ".join(text.splitlines())
+    return text if len(text) <= longest else f"{text[: longest - 400]} … {text[-390:]}"
 
 
 class MissingExtra(DecodebenchError, ImportError):

@@ -53,6 +53,15 @@ def bytes_text(count: float) -> str:
     raise AssertionError
 
 
+def shown(value: object, longest: int = 60) -> str:
+    """A value in a message: as Python writes it, cut off behind ``longest`` characters."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deep, or a number of too many digits
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
 def short(text: object, length: int = 34) -> str:
     """A name that fits a label: of a path its folder and file, else shortened in the middle."""
     text = str(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import os.path
 
 from decodebench.forecast.bound import BoundError, Bounds, bound
 from decodebench.forecast.judge import IMPOSSIBLE, judge_all
@@ -137,7 +137,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
 def judge_command(arguments: argparse.Namespace) -> int:
     """Print a verdict a figure; 1 where one of them is impossible."""
     source: str | float = arguments.result
-    if not Path(arguments.result).exists():
+    if not os.path.exists(arguments.result):
         try:
             source = float(source) / 1e3
         except ValueError:

@@ -7,6 +7,7 @@ measured when it is asked for.
 
 from __future__ import annotations
 
+import os.path
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,8 +72,8 @@ def machine(name: Machine | str | Path) -> Machine:
     if text == "this":
         return this_machine()
     known = DATA / f"{text.lower()}.toml"
-    path = known if known.is_file() else Path(text).expanduser()
-    if not path.is_file():
+    path = known if os.path.isfile(known) else Path(text).expanduser()
+    if not os.path.isfile(path):
         import difflib
 
         near = difflib.get_close_matches(text.lower(), list_machines(), n=1)

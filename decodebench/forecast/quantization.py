@@ -7,6 +7,7 @@ the head unless it is named, and what a config excludes) keeps the model's dtype
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,12 +91,12 @@ MODULES = {
 def checkpoint(model: Model) -> Mapping:
     """The model's config, with the hf_quant_config.json beside it where config.json says nothing of its own."""
     path = Path(model.name)
-    beside = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
+    beside = (path if os.path.isdir(path) else path.parent) / "hf_quant_config.json"
     if (
         "quantization_config" in model.config
         or model.name.startswith("-")
-        or not path.exists()
-        or not beside.is_file()
+        or not os.path.exists(path)
+        or not os.path.isfile(beside)
     ):
         return model.config
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,9 +55,9 @@ def read_results(source: float | Mapping | str | Path) -> tuple[Measured, ...]:
     if isinstance(source, Mapping):
         return read_fields(source, "the fields given")
     path = Path(source).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         return read_folder(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ResultError(
             f"{path}: no such file: give the JSON that the benchmark saved, or seconds of a token"
         )

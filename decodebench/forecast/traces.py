@@ -19,6 +19,7 @@ import gzip
 import io
 import json
 import math
+import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -101,7 +102,7 @@ def read_traffic(
 
 def _find(trace: str | Path) -> Path:
     path = Path(trace).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if path.name == str(trace):
         for known in TRACES.glob(f"{path.name}.*.gz"):

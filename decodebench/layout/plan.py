@@ -20,6 +20,7 @@ from decodebench.models.load import load_model
 from decodebench.models.model import Model
 from decodebench.models.options import CacheOptions, with_options
 from decodebench.models.specs import KVCacheSpec
+from decodebench.words import shown
 
 DEFAULT_MEMORY = "8GiB"
 
@@ -36,13 +37,13 @@ def parse_memory(memory: int | str) -> int:
         unit = match[2].lower() if match else "?"
         if match is None or unit not in units | decimal:
             raise LayoutRefused(
-                f"memory {memory!r}: bytes, or a number with a unit such as 8GiB, is expected"
+                f"memory {shown(memory)}: bytes, or a number with a unit such as 8GiB, is expected"
             )
         number = float(match[1])
         factor = decimal.get(unit) or (1 if units[unit] in (0, 1) else 2 ** units[unit])
         exact = int(match[1]) * factor if match[1].isdigit() else int(number * factor)
     if not 0 < exact < 2**60:
-        raise LayoutRefused(f"memory {memory!r}: a positive number of bytes is expected")
+        raise LayoutRefused(f"memory {shown(memory)}: a positive number of bytes is expected")
     return exact
 
 

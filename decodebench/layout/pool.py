@@ -18,7 +18,7 @@ from typing import SupportsIndex
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
 from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, cdiv
-from decodebench.words import counted, short
+from decodebench.words import counted, short, shown
 
 #: placeholder in block tables: never owned, filled, or read as data
 NULL_BLOCK = 0
@@ -464,7 +464,7 @@ def parse_lengths(text: str | int) -> tuple[int, ...]:
         match = re.fullmatch(r"(?:(\d+)[x×])?(\d+)", term)
         if not match or int(match[2]) < 1 or (match[1] and not 1 <= int(match[1]) <= 1_000_000):
             raise BlockError(
-                f"context {text!r}: write a length such as 4096, or a mix such as 63x4096+1x262144"
+                f"context {shown(text)}: write a length such as 4096, or a mix such as 63x4096+1x262144"
             )
         lengths += [int(match[2])] * int(match[1] or 1)
     return tuple(lengths)

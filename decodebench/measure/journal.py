@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
+from decodebench.words import shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -137,7 +138,7 @@ class Journal:
         ordered = [case for case in order if case in self.rows]
         chosen = set(ordered)
         ordered += [case for case in self.rows if case not in chosen]
-        frame = to_frame([self.rows[case] for case in ordered], types)
+        frame = _framed(self.folder, [self.rows[case] for case in ordered], types)
         temporary = self.folder / (PARQUET + ".part")
         try:
             frame.to_parquet(temporary, index=False)
@@ -180,6 +181,13 @@ def store(
         journal.compact([], columns_of(journal.runs) or {})
 
 
+def _framed(folder: Path, rows: Sequence[dict], types: dict[str, str]) -> pd.DataFrame:
+    try:
+        return to_frame(rows, types)
+    except JournalError as error:
+        raise JournalError(f"{folder}: {error}") from None
+
+
 def columns_of(runs: Sequence[Mapping]) -> dict[str, str] | None:
     """column → pandas dtype as the runs of a folder name them; None where they are a sweep's own."""
     named: dict[str, str] = {}
@@ -203,12 +211,31 @@ def _types(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
 
 
 def to_frame(rows: Iterable[dict], types: dict[str, str]) -> pd.DataFrame:
-    """Rows as a DataFrame with exactly the columns and dtypes of ``types``, missing values empty."""
+    """Rows as a DataFrame with exactly the columns and dtypes of ``types``, missing values empty.
+
+    Raises ``JournalError`` naming case and column where a value is none of the column's.
+    """
     import pandas as pd
 
     rows = list(rows)
-    return pd.DataFrame(
-        {name: pd.array([row.get(name) for row in rows], dtype=dtype) for name, dtype in types.items()}
+    return pd.DataFrame({name: _column(rows, name, dtype) for name, dtype in types.items()})
+
+
+def _column(rows: Sequence[Mapping], name: str, dtype: str):
+    import pandas as pd
+
+    try:
+        return pd.array([row.get(name) for row in rows], dtype=dtype)
+    except (ValueError, TypeError, OverflowError):
+        pass
+    for row in rows:
+        try:
+            pd.array([row.get(name)], dtype=dtype)
+        except (ValueError, TypeError, OverflowError):
+            break
+    raise JournalError(
+        f"case {shown(row.get('case_id'))}, column {shown(name)}: {shown(row.get(name))} is no {shown(dtype)}. "
+        f"The row was edited or damaged: remove its line from {JOURNAL}, or start a new folder"
     )
 
 
@@ -222,9 +249,9 @@ def _read_journal(path: Path) -> tuple[list[dict], int]:
         end = data.find(b"\n", start)
         try:
             row = json.loads(data[start:end]) if end >= 0 else None
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict) or "case_id" not in row:
+        if not isinstance(row, dict) or not isinstance(row.get("case_id"), str):
             # only the last line can be half written: a row starts when the one before is on the disk
             if end >= 0 and data[end + 1 :].strip(b"\0\n "):
                 raise JournalError(
@@ -243,9 +270,15 @@ def _read_parquet(path: Path) -> list[dict]:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:
-        raise JournalError(f"{path}: not a Parquet file that can be read ({error})") from error
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+        if not all(isinstance(row.get("case_id"), str) for row in rows):
+            raise ValueError("rows without a case_id")
+    except (OSError, ValueError, TypeError, KeyError, MemoryError, pyarrow.ArrowException) as error:
+        raise JournalError(
+            f"{path}: not the table of a sweep ({shown(str(error), 160)}). Remove it and start the same sweep "
+            f"again: rows in {JOURNAL} are kept"
+        ) from error
+    return rows
 
 
 def _read_runs(folder: Path) -> list[dict]:
@@ -257,11 +290,19 @@ def _read_runs(folder: Path) -> list[dict]:
     try:
         stored = json.loads(path.read_text())
         schema, runs = stored["schema"], list(stored["runs"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise JournalError(f"{path}: not the provenance of a sweep ({error!r})") from error
+        for run in runs:
+            axes, types = run.get("axes") or [], run.get("columns") or {}
+            if not all(isinstance(name, str) for name in (*axes, *types, *types.values())):
+                raise TypeError("names of columns are texts")
+            to_frame([], types)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise JournalError(
+            f"{path}: not the provenance of a sweep ({shown(error, 160)}). Choose another folder, or "
+            "bring back the file that the sweep wrote"
+        ) from error
     if schema != SCHEMA_VERSION:
         raise JournalError(
-            f"{folder}: written with schema {schema}, this version reads and writes schema {SCHEMA_VERSION}. "
+            f"{folder}: written with schema {shown(schema)}, this version reads and writes schema {SCHEMA_VERSION}. "
             "Choose another folder, or run the version that wrote it"
         )
     return runs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os.path
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from decodebench.errors import DecodebenchError
+from decodebench.words import shown
 
 #: no model has more: such a number is a typing error, and would take hours to plan
 MAX_LAYERS = 10_000
@@ -119,10 +121,15 @@ class Fields:
 
     def wrong(self, names: tuple[str, ...], value, why: str) -> ConfigError:
         name = next((n for n in names if self.values.get(n) is not None), names[0])
-        shown = repr(value)
-        return ConfigError(
-            f"{self.source}: {name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {why}"
-        )
+        return ConfigError(f"{self.source}: {name} = {shown(value)}: {why}")
+
+    def layer_numbers(self, *names: str) -> list[int]:
+        """A list field of whole numbers, empty where it is absent."""
+        found = self.listing(*names) or []
+        for entry in found:
+            if isinstance(entry, bool) or not isinstance(entry, int):
+                raise self.wrong(names, entry, "a list of layers' numbers is expected")
+        return found
 
 
 def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
@@ -136,14 +143,14 @@ def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
         return parse(sys.stdin.read(), "standard input"), "standard input"
     if "/" not in text and "\\" not in text and not text.startswith("."):
         known = data / text / "config.json"
-        if known.is_file():
+        if os.path.isfile(known):
             return parse(known.read_text(), str(known)), text
     path = Path(text).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "config.json"):
             raise ConfigError(f"{text}: a directory without a config.json: name the file itself")
         path = path / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(_unknown(text, data))
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

@@ -53,7 +53,7 @@ def read_qwen4_exp(f: Fields, root: str) -> list[Layer]:
     length = f.layer_count()
     types = f.listing("layer_types", length=length, choices=LINEAR | INDEXED)
     types = types or ["linear_attention" if (i + 1) % 4 else "indexed_attention" for i in range(length)]
-    embedded = f.listing("ple_layer_ids") or []
+    embedded = f.layer_numbers("ple_layer_ids")
     layers: list[Layer] = []
     for i, kind in enumerate(types):
         if i + 1 in embedded:
@@ -182,7 +182,7 @@ def read_dots3_note(f: Fields, root: str) -> list[Layer]:
 def read_inkling(f: Fields, root: str) -> list[Layer]:
     """Windows in ``local_layer_ids``, full attention elsewhere; beside each the inputs of its convolutions."""
     length = f.layer_count()
-    local = f.listing("local_layer_ids") or []
+    local = f.layer_numbers("local_layer_ids")
     kernel = f.integer("sconv_kernel_size", "conv_kernel_size")
     hidden = f.integer("hidden_size")
     count, kv_heads, size = heads(f)

@@ -47,7 +47,7 @@ def read_kimi(f: Fields, root: str) -> list[Layer]:
     """Kimi delta attention, and latent attention in the other layers (layers are counted from 1)."""
     given = f.get("linear_attn_config")
     config = Fields(given if isinstance(given, Mapping) else {}, f"{f.source}, linear_attn_config")
-    delta = set(config.listing("kda_layers") or ())
+    delta = set(config.layer_numbers("kda_layers"))
     layers: list[Layer] = []
     for i in range(f.layer_count()):
         name = f"{root}.{i}.self_attn"

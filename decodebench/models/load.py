@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer,
 from decodebench.models.model import Model, checkpoint_kv_dtype, model_dtype, model_length
 from decodebench.models.options import STATE_DTYPES, CacheOptions, OptionError
 from decodebench.shipped import shipped
-from decodebench.words import columns
+from decodebench.words import columns, shown
 
 __all__ = [
     "FAMILIES",
@@ -102,8 +103,13 @@ def load_model(config: Model | str | Path | Mapping) -> Model:
 def modelopt_config(config: str | Path, values: Mapping) -> dict:
     """The quantization that ModelOpt leaves in hf_quant_config.json beside a config without its own."""
     path = Path(config).expanduser()
-    beside = (path if path.is_dir() else path.parent) / "hf_quant_config.json"
-    if str(config) == "-" or not path.exists() or values.get("quantization_config") or not beside.is_file():
+    beside = (path if os.path.isdir(path) else path.parent) / "hf_quant_config.json"
+    if (
+        str(config) == "-"
+        or not os.path.exists(path)
+        or values.get("quantization_config")
+        or not os.path.isfile(beside)
+    ):
         return {}
     return {"quantization_config": read_config(beside, DATA)[0]}
 
@@ -115,9 +121,9 @@ def read_model(config: Mapping, name: str) -> Model:
     model_type = f.get("model_type") or outer.get("model_type")
     if not isinstance(model_type, str):
         raise outer.missing("model_type")
-    if outer.values.get("model_type", model_type) in ENCODERS:
+    if str(outer.values.get("model_type", model_type)) in ENCODERS:
         raise ConfigError(
-            f"{name}: model_type = {model_type!r} only encodes: an engine keeps no cache for it, there is "
+            f"{name}: model_type = {shown(model_type)} only encodes: an engine keeps no cache for it, there is "
             "nothing to plan"
         )
     family = FAMILIES.get(TEXT_TYPES.get(model_type, model_type)) or FAMILIES.get(f"{model_type}_text")
@@ -131,7 +137,7 @@ def read_model(config: Mapping, name: str) -> Model:
         if not generic:
             raise
         raise ConfigError(
-            f"{error} (no reader knows model_type {model_type!r}, so its fields were read by name alone)"
+            f"{error} (no reader knows model_type {shown(model_type)}, so its fields were read by name alone)"
         ) from None
     layers, shared = found if isinstance(found, tuple) else (found, {})
     if not layers:

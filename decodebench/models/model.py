@@ -8,7 +8,7 @@ from functools import cached_property
 from math import lcm
 
 from decodebench.models.devices import DEVICES
-from decodebench.models.fields import ConfigError, Fields
+from decodebench.models.fields import MAX_COUNT, ConfigError, Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, Resolved, StateLayer
 from decodebench.models.options import KV_CACHE_DTYPES, CacheOptions, OptionError
 from decodebench.models.specs import AttentionSpec, KVCacheSpec, cdiv
@@ -291,7 +291,10 @@ def model_length(f: Fields, outer: Fields) -> dict:
     model_type = str(outer.get("model_type", default=""))
     if "gemma3" not in model_type:
         factors = [rope.get("factor") for rope in ropes if rope_type(rope) not in SCALED_ROPES]
-        derived *= next((x for x in reversed(factors) if isinstance(x, (int, float))), 1)
+        factor = next((x for x in reversed(factors) if isinstance(x, int | float)), 1)
+        if isinstance(factor, bool) or not 0 < factor < MAX_COUNT:
+            raise f.wrong(("rope_scaling", "rope_parameters"), factor, "a positive factor is expected")
+        derived *= factor
     result = {"max_model_len": int(derived), "longest_allowed": longest}
     if any(rope_type(rope) == "longrope" for rope in ropes):
         original = next(

@@ -144,7 +144,7 @@ def read_deepseek_v41(f: Fields, root: str) -> list[Layer]:
     ratios = f.listing("compress_ratios", length=length, choices={0, 1, 2})
     if ratios is None:
         raise f.missing("compress_ratios")
-    sources = {name: f.listing(name) or [] for name in ("kv_source_layer_ids", "index_source_layer_ids")}
+    sources = {name: f.layer_numbers(name) for name in ("kv_source_layer_ids", "index_source_layer_ids")}
     if any(ratios) and not all(sources.values()):
         raise f.missing(*(name for name, ids in sources.items() if not ids))
     heads, width, index = f.integer("num_attention_heads"), f.integer("head_dim"), f.integer("index_head_dim")

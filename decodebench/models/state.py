@@ -139,9 +139,9 @@ def read_zamba2(f: Fields, root: str) -> list[Layer]:
     types = f.listing("layers_block_type", choices={"mamba", "hybrid", "linear_attention"})
     length = f.layer_count()
     if types is None:
-        given = f.listing("hybrid_layer_ids")
-        if given is None:
+        if not f.has("hybrid_layer_ids"):
             raise f.missing("layers_block_type", "hybrid_layer_ids")
+        given = f.layer_numbers("hybrid_layer_ids")
         types = ["hybrid" if i in given else "mamba" for i in range(length)]
     hybrids, turns = types.count("hybrid"), f.integer("num_mem_blocks")
     count = f.integer("num_attention_heads")
@@ -231,8 +231,8 @@ def read_lfm2(f: Fields, root: str, width: str = "conv_dim") -> list[Layer]:
     length = f.layer_count()
     types = f.listing("layer_types", length=length, choices=ATTENTION | STATE)
     if types is None:
-        attending = f.listing("full_attn_idxs")
-        attending = list(range(length)) if attending is None else attending
+        declared = f.has("full_attn_idxs")
+        attending = f.layer_numbers("full_attn_idxs") if declared else list(range(length))
         types = ["full_attention" if i in attending else "conv" for i in range(length)]
     channels = f.integer(width, "hidden_size")
 

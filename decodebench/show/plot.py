@@ -7,6 +7,7 @@ db.plot(table)
 from __future__ import annotations
 
 import argparse
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def plot_command(arguments: argparse.Namespace) -> int:
     import pandas as pd
 
     path = arguments.results
-    source = path / "rows.parquet" if path.is_dir() else path
+    source = path / "rows.parquet" if os.path.isdir(path) else path
     try:
         table = pd.read_csv(source) if source.suffix == ".csv" else pd.read_parquet(source)
     except (OSError, ValueError) as error:
@@ -121,7 +122,7 @@ def plot_command(arguments: argparse.Namespace) -> int:
         raise PlotRefused(f"{source}: not a sweep's table (it has no column status)")
     where = dict(pair.partition("=")[::2] for pair in arguments.where)
     figure = plot(table, arguments.y, arguments.x, arguments.series, where)
-    out = arguments.out or (path if path.is_dir() else path.parent) / "sweep.png"
+    out = arguments.out or (path if os.path.isdir(path) else path.parent) / "sweep.png"
     if out.suffix not in (".png", ".svg"):
         raise PlotRefused(f"{out}: write a .png or a .svg")
     try:

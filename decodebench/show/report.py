@@ -12,6 +12,7 @@ import argparse
 import base64
 import html
 import io
+import os.path
 import re
 import time
 import tomllib
@@ -71,7 +72,7 @@ def build(
         }
     # a config is named relative to where the kernel runs, so that no machine's folders reach the page
     folder_of_model = None
-    if model is not None and Path(model).exists():
+    if model is not None and os.path.exists(model):
         config = Path(model).resolve()
         folder_of_model, model = config.parent.parent, f"{config.parent.name}/{config.name}"
     out = Path(out)

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from decodebench.errors import DecodebenchError
 from decodebench.layout.pool import BlockError, parse_lengths
 from decodebench.measure.journal import SCHEMA_VERSION
+from decodebench.words import shown
 
 #: how far a case goes, each level including those before it; traffic goes on from the layout alone
 MEASURES = ("layout", "coverage", "audit", "decode", "traffic")
@@ -100,7 +102,7 @@ class Case:
         content = {"schema": SCHEMA_VERSION} | asdict(self)
         if self.measure != "traffic":  # these mean nothing to it, and came later
             content = {name: value for name, value in content.items() if name not in TRAFFIC_AXES}
-        if Path(self.model).is_file():
+        if os.path.isfile(self.model):
             content["model"] = hashlib.sha256(Path(self.model).read_bytes()).hexdigest()
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -157,7 +159,7 @@ def _known_axis(key: str) -> str:
     if key not in AXES:
         close = difflib.get_close_matches(key, AXES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise SweepError(f"unknown key {key!r} in a grid{hint}. Known are: {', '.join(AXES)}")
+        raise SweepError(f"unknown key {shown(key)} in a grid{hint}. Known are: {', '.join(AXES)}")
     return key
 
 
@@ -190,15 +192,15 @@ def _case(point: dict) -> Case:
         allowed = _TYPES[str(field.type)]
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             raise SweepError(
-                f"axis {field.name!r}: {value!r} is not {str(field.type).replace('None', 'null')}"
+                f"axis {field.name!r}: {shown(value)} is not {str(field.type).replace('None', 'null')}"
             )
         if isinstance(value, int) and not isinstance(value, bool) and value < (field.name in _POSITIVE):
             raise SweepError(f"axis {field.name!r}: {value} is too small")
     case = Case(**point)
     if case.measure not in MEASURES:
-        raise SweepError(f"measure {case.measure!r}: choose {', '.join(MEASURES)}")
+        raise SweepError(f"measure {shown(case.measure)}: choose {', '.join(MEASURES)}")
     if case.values not in VALUES:
-        raise SweepError(f"values {case.values!r}: choose {', '.join(VALUES)}")
+        raise SweepError(f"values {shown(case.values)}: choose {', '.join(VALUES)}")
     lengths = parse_context(case.context)
     case = replace(case, context=case.context.replace(" ", "").replace("_", "").replace("×", "x"))
     # a mix says itself how many requests there are: one case, whatever the batch axis says

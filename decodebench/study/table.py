@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decodebench.measure.journal import columns_of, read_folder, to_frame
+from decodebench.measure.journal import JournalError, columns_of, read_folder, to_frame
 from decodebench.study.grid import AXES, Case
 from decodebench.words import columns
 
@@ -218,7 +218,10 @@ def read(folder: str | Path) -> pd.DataFrame:
     say what was measured. Raises ``JournalError`` where the folder holds no results.
     """
     rows, runs = read_folder(folder)
-    return table(rows, list(rows), runs)
+    try:
+        return table(rows, list(rows), runs)
+    except JournalError as error:
+        raise JournalError(f"{folder}: {error}") from None
 
 
 def table(rows: Mapping[str, dict], order: Iterable[str], runs: list[dict]) -> pd.DataFrame:

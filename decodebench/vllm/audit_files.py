@@ -7,6 +7,7 @@ gives; ``audit_steps`` lists the steps. Needs no vLLM.
 from __future__ import annotations
 
 import json
+import os.path
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,7 +201,7 @@ def audit(llm) -> Audit:
 def _workers(path: Path) -> list[_Worker]:
     try:
         files = [path, *sorted(path.parent.glob(f"{path.stem}.rank*{path.suffix}"))]
-        found = [_worker(file) for file in files if file.exists()]
+        found = [_worker(file) for file in files if os.path.exists(file)]
     except OSError as error:
         raise NoAudit(f"{path}: {error.strerror}; give the audit_file of an engine") from None
     if not found:

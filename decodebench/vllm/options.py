@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from decodebench.cache.values import Constant, Normal, Values
 from decodebench.errors import DecodebenchError
+from decodebench.words import shown
 
 AUDITS = ("off", "plan", "bytes")
 
@@ -46,7 +46,7 @@ def parse(extra_config: dict | None) -> Options:
     """The options in an extra config; ``OptionRefused`` names what is unknown and what is known."""
     if extra_config is not None and not isinstance(extra_config, Mapping):
         raise OptionRefused(
-            f"kv_connector_extra_config={_short(extra_config)}: give a dictionary of options, "
+            f"kv_connector_extra_config={shown(extra_config)}: give a dictionary of options, "
             f"{', '.join(field.name for field in fields(Options))}"
         )
     extra_config = dict(extra_config or {})
@@ -55,27 +55,22 @@ def parse(extra_config: dict | None) -> Options:
     for name, value in extra_config.items():
         if name not in known:
             hint = f"; vLLM's {name} is called {renamed[name]} here" if name in renamed else ""
-            raise OptionRefused(f"unknown option {_short(name)}: known are {', '.join(known)}{hint}")
+            raise OptionRefused(f"unknown option {shown(name)}: known are {', '.join(known)}{hint}")
         default = known[name].default
         accepted = {bool: bool, int: int, float: int | float}.get(type(default), str | None)
         if not isinstance(value, accepted) or (isinstance(value, bool) and not isinstance(default, bool)):
-            raise OptionRefused(f"option {name}={_short(value)}: expected a value like {default!r}")
+            raise OptionRefused(f"option {name}={shown(value)}: expected a value like {default!r}")
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
-            raise OptionRefused(f"option {name}={_short(value)}: expected a number of at most 64 bits")
+            raise OptionRefused(f"option {name}={shown(value)}: expected a number of at most 64 bits")
     options = Options(**extra_config)
     if options.audit not in AUDITS:
-        raise OptionRefused(f"option audit={_short(options.audit)}: known are {', '.join(AUDITS)}")
+        raise OptionRefused(f"option audit={shown(options.audit)}: known are {', '.join(AUDITS)}")
     if options.seed < 0:
         raise OptionRefused(f"option seed={options.seed}: expected a whole number of 0 or more")
     if options.audit_file is not None and (not options.audit_file.strip() or "\0" in options.audit_file):
-        raise OptionRefused(f"option audit_file={_short(options.audit_file)}: expected the path of a file")
+        raise OptionRefused(f"option audit_file={shown(options.audit_file)}: expected the path of a file")
     try:
         options.values  # noqa: B018 - refuses infinite means and negative spreads
     except DecodebenchError as error:
         raise OptionRefused(f"options mean={options.mean}, std={options.std}: {error}") from None
     return options
-
-
-def _short(value: object) -> str:
-    """A value in a message: as Python writes it, cut where it is long."""
-    return reprlib.repr(value)

@@ -3,10 +3,12 @@
     python tests/support/scenarios.py --scenarios 20000 --seed 0
 
 Each draws groups (full, windowed and chunked attention of several block sizes, states of both cache
-modes), prompts around block edges with shared prefixes, few or many blocks, chunked prefills,
-asynchronous scheduling, drafted tokens, aborts and preemptions. At every first decode step: what the
+modes), prompts around block edges with shared prefixes and of one to three tokens, several samples of
+a prompt, few or many blocks, chunk sizes, asynchronous scheduling, drafted tokens, aborts and
+preemptions. At every first decode step: what the
 builders' metadata makes the kernels read is in the connector's plan or was brought by a prefix hit that
-somebody filled; nothing planned belongs to another request; and the pool's tables are vLLM's.
+somebody filled; nothing planned belongs to another request; and the pool's tables are vLLM's. What a run has met, its
+last line counts. ``--fault A18`` plants one of the connector's historic faults: the run must fail.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+import decodebench.vllm.connector
+from decodebench.cache.faults import FAULTS
 from decodebench.coverage.required import hit_blocks
-from decodebench.layout.pool import NULL_BLOCK, Batch, KVCacheManager
+from decodebench.layout.pool import NULL_BLOCK, Batch, KVCacheManager, RequestBlocks
 from decodebench.layout.pool import Request as OurRequest
 from decodebench.vllm.step_reads import step_reads
 
@@ -91,11 +95,13 @@ class Scenario:
             "dtypes": (torch.float32,),
             "mamba_cache_mode": mode,
             "num_speculative_blocks": self.drafts,
+            "num_prefill_checkpoint_blocks": self.prefix and draw.randint(0, 1),
+            "prefill_checkpoint_alignment": 1,
         }
         attention = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         others = [
             v.SlidingWindowSpec(block_size=block, sliding_window=draw.randint(2, 5 * block), **attention),
-            v.FullAttentionSpec(block_size=2 * block, **attention),
+            v.FullAttentionSpec(block_size=draw.choice([2, 4]) * block, **attention),
         ]
         if not self.prefix:
             size = block * draw.randint(1, 4)
@@ -105,14 +111,20 @@ class Scenario:
         specs = [v.FullAttentionSpec(block_size=block, **attention)]
         specs += [v.MambaSpec(**state)] * draw.choice([0, 1, 1, 2])
         specs += draw.sample(others, draw.randint(0, 1))
+        if self.prefix and draw.random() < 0.15:  # a hit may end inside a block of the largest
+            state["block_size"] = 2 * block
+            specs = [v.FullAttentionSpec(block_size=n * block, **attention) for n in (1, 4)]
+            specs.append(v.MambaSpec(**state))
         draw.shuffle(specs)
         self.specs = specs
         sizes = [spec.block_size for spec in specs]
-        self.config, structured = engine(self.prefix, self.drafts, self.asynchronous, draw.choice([64, 512]))
+        self.config, structured = engine(
+            self.prefix, self.drafts, self.asynchronous, draw.choice([8, 64, 512])
+        )
         cache = self.config.cache_config
         has_states = any(isinstance(spec, v.MambaSpec) for spec in specs)
         cache.mamba_cache_mode = mode if has_states else "none"
-        cache.num_gpu_blocks = self.num_blocks = draw.choice([60, 120, 600, 600])
+        cache.num_gpu_blocks = self.num_blocks = draw.choice([30, 60, 120, 600, 600])
         cache.block_size = block
         layers = [([f"g{g}"], spec) for g, spec in enumerate(specs)]
         self.scheduler = (AsyncScheduler if self.asynchronous else Scheduler)(
@@ -143,14 +155,21 @@ class Scenario:
     def add(self) -> None:
         draw, number = self.draw, len(self.requests)
         tokens = list(draw.choice(self.prompts)[: self.length()])
-        if draw.random() < 0.5:  # a tail of its own behind a shared prefix
+        if number and draw.random() < 0.4:  # goes on where another one stands, as a conversation does
+            before = draw.choice(list(self.requests.values()))
+            more = draw.randint(0, 2 * self.block)
+            tokens = [*before.all_token_ids, *range(10**7, 10**7 + more)][: LONGEST - 40]
+        elif draw.random() < 0.5:  # a tail of its own behind a shared prefix
             at = draw.randint(0, len(tokens))
             tokens[at:] = [draw.randint(10, 10**6) for _ in tokens[at:]]
         params = SamplingParams(max_tokens=draw.choice([1, 2, 5, 30]), ignore_eos=True)
         params.update_from_generation_config({}, stage.EOS)
-        request = Request(f"r{number}", tokens, params, None, block_hasher=self.hasher)
-        self.requests[request.request_id] = request
-        self.scheduler.add_request(request)
+        samples = draw.choice([1, 1, 1, 1, 2, 3])  # an engine makes a request of each
+        self.seen["several samples of a prompt"] += samples > 1
+        for sample in range(number, number + samples):
+            request = Request(f"r{sample}", tokens, params, None, block_hasher=self.hasher)
+            self.requests[request.request_id] = request
+            self.scheduler.add_request(request)
 
     def run(self) -> Counter:
         draw, pending = self.draw, deque()
@@ -179,6 +198,7 @@ class Scenario:
         while pending:
             self.update(pending.popleft())
         self.seen["preempted"] += sum(request.num_preemptions for request in self.requests.values())
+        self.seen["filled again"] += self.scheduler.connector.scheduler.counters["requests_refilled"]
         return self.seen
 
     def follow(self, output) -> None:
@@ -286,6 +306,7 @@ class Scenario:
                     self.seen["rows read"] += 1
             for blocks in batch.requests:
                 self.check_request(blocks, fills[blocks.request_id], output)
+        self.check_full_hits(output, fills, metadata)
         for g in range(len(self.specs)):  # what the step's own tokens and states go to
             for name in names:
                 last = (self.tables[name][g] or [0])[-1]
@@ -294,12 +315,32 @@ class Scenario:
                     for block in self.tables[name][g][-2:]:
                         self.holds[block] = g
 
+    def check_full_hits(self, output, fills, metadata) -> None:
+        """A request whose whole prompt is a hit gets no fill: somebody filled all that it reads."""
+        copies = {copy.dst_block_id: copy.src_block_id for copy in output.kv_cache_block_copies or ()}
+        for new in output.scheduled_new_reqs:
+            tokens = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+            if new.req_id in fills or tokens == 1:
+                continue
+            self.seen["full hits"] += 1
+            self.seen["full hits that end in a block"] += bool(copies)
+            blocks = RequestBlocks(
+                OurRequest(new.req_id, new.num_computed_tokens + 1),
+                new.num_computed_tokens,
+                tuple(map(tuple, self.tables[new.req_id])),
+            )
+            for pages in step_reads(self.layout, Batch(self.layout, (blocks,)), metadata).pages:
+                held = [self.holds.get(copies.get(block, block)) for block in pages.block_ids.tolist()]
+                if not isinstance(self.specs[pages.group], v.MambaSpec):  # a worker copies states itself
+                    assert set(held) <= {pages.group}, (new.req_id, pages, held)
+
     def check_request(self, blocks, fill, output) -> None:
         name = blocks.request_id
         self.hits[name] = blocks.num_computed
-        at_edge = any((blocks.num_tokens - 1) % spec.block_size == 0 for spec in self.specs)
         self.seen["requests filled"] += 1
-        self.seen["at a block's edge"] += at_edge
+        for offset, named in ((-1, "k × block - 1"), (0, "k × block"), (1, "k × block + 1")):
+            self.seen[named] += any((blocks.num_tokens - offset) % s.block_size == 0 for s in self.specs)
+        self.seen["of 1 to 3 tokens"] += blocks.num_tokens <= 3
         self.seen["behind a prefix hit"] += blocks.num_computed > 0
         for group, rows in enumerate(fill.block_ids):
             table = blocks.block_ids[group]
@@ -353,7 +394,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scenarios", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="the first scenario's seed")
+    parser.add_argument("--fault", choices=list(FAULTS), help="plant it in the connector's plan")
     asked = parser.parse_args()
+    if asked.fault:
+        decodebench.vllm.connector.ConnectorScheduler = FAULTS[asked.fault].scheduler
     began, seen, failed = time.perf_counter(), Counter(), []
     for number in range(asked.scenarios):
         try:
