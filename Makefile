@@ -44,7 +44,7 @@ test-vllm: $(VLLM_VENV)/.ready
 endif
 
 # rooms that must be free of mypy's errors; the others must not gain any
-TYPED := decodebench/layout
+TYPED := decodebench/models decodebench/layout decodebench/coverage
 
 lint: $(SETUP)
 	$(PY) -m ruff format --check .

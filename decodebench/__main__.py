@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from decodebench._version import __version__
 from decodebench.errors import DecodebenchError, MissingExtra
@@ -79,7 +80,8 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
+        """One line on stderr, and exit status 2."""
         print(
             f"decodebench: {message} ({self.prog} --help lists all options)".replace("\n", " "),
             file=sys.stderr,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 #: endings of column names that say how a number is read
 _SHARES = ("coverage", "share", "waste", "_loss")
 
 
-def plain_number(value, column: str = "") -> str:
+def plain_number(value: Any, column: str = "") -> str:
     """A number as people read it: thousands apart, three digits, shares in
     percent, bytes and seconds with units.
     """

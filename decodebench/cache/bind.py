@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from decodebench.cache.tensors import Cache, CacheMismatch, Place, _page_part, torch_dtype
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import KVCacheSpec, PagePart
+from decodebench.models.specs import AttentionSpec, KVCacheSpec, PagePart
 from decodebench.words import some
 
 
@@ -63,8 +64,8 @@ def _bind_tensor(layer: str, spec: KVCacheSpec, num_blocks: int, tensor: torch.T
         and (len(parts) > 1 or tensor.dtype != torch_dtype(parts[0].dtype))
         and not parts[0].zeros_only
     ):
-        wanted = " + ".join(f"{p.name} {p.dtype}" for p in parts)
-        raise _mismatch(layer, tensor, f"dtype {wanted} (or raw int8/uint8 pages)")
+        types = " + ".join(f"{p.name} {p.dtype}" for p in parts)
+        raise _mismatch(layer, tensor, f"dtype {types} (or raw int8/uint8 pages)")
     if tensor.ndim > 1 and tensor.shape[0] != num_blocks and tensor.shape[0] == 2 and len(parts) == 1:
         return _bind_sides(layer, spec, num_blocks, tensor, dict(zip("kv", tensor)))
     if tensor.ndim == 4 and len(parts) == 1 and _has_heads_outside(tensor):
@@ -117,7 +118,10 @@ def _bind_sides(
 def _side(spec: KVCacheSpec, count: int, heads: bool) -> PagePart | None:
     """One of ``count`` equal sides of an attention page; None where the page has no such sides."""
     whole = spec.parts()[0]
-    if spec.holds_state or (heads and count != spec.head_slots):
+    if spec.holds_state:
+        return None
+    spec = cast(AttentionSpec, spec)  # no state: vectors a token
+    if heads and count != spec.head_slots:
         return None
     if whole.zeros_only:
         size, rest = divmod(whole.nbytes, count)
@@ -216,7 +220,7 @@ def _is_logical(spec: KVCacheSpec, tensors: Sequence[torch.Tensor], num_blocks: 
 
 
 def _byte_offset(tensor: torch.Tensor) -> int:
-    return tensor.storage_offset() * tensor.itemsize
+    return int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _mismatch(name: str, tensor: torch.Tensor, expected: str) -> CacheMismatch:

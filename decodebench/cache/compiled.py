@@ -19,13 +19,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache as memoize
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from decodebench.errors import DecodebenchError
 
 try:
-    import fcntl
+    import fcntl as _fcntl
+
+    fcntl: ModuleType | None = _fcntl
 except ImportError:  # no file locks on this system: two builds at once are then harmless, only slower
     fcntl = None
 

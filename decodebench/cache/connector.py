@@ -110,7 +110,7 @@ class ConnectorScheduler:
         return max(0, request.num_tokens - num_computed_tokens - 1), False
 
     def update_state_after_alloc(
-        self, request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+        self, request: Fillable, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Plan the fill of a request whose blocks were allocated: ``block_ids[g]`` is its table in group g.
 
@@ -155,6 +155,7 @@ class ConnectorScheduler:
         return meta
 
     def request_finished(self, request_id: str) -> None:
+        """Forget a request and the fill planned for it; an unknown one is no error."""
         self._filled.pop(request_id, None)
         self._preempted.discard(request_id)
         self._pending.pop(request_id, None)
@@ -170,12 +171,17 @@ class ConnectorScheduler:
     # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
 
     def groups_filled_at_startup(self) -> frozenset[int]:
+        """The groups that no request of a step needs to fill."""
         return startup_groups(self.layout, self.values)
 
     def is_filled(self, request: Fillable, num_computed_tokens: int) -> bool:
+        """Whether the request's blocks hold what they were filled with; one never seen counts as unfilled until
+        all of its tokens are computed.
+        """
         return num_computed_tokens >= self._filled.get(request.request_id, request.num_tokens)
 
     def tokens_per_block(self, group: int) -> int:
+        """Tokens that one block of a group's table covers, over all ranks that share it."""
         return self.layout.tokens_per_block(group)
 
     def first_block(self, group: int, start: int) -> int:
@@ -191,11 +197,17 @@ class ConnectorScheduler:
         return range(self.first_block(group, start), held.stop)
 
     def keep(self, block_id: int) -> bool:
+        """Whether an entry of a table names a block to fill: all but the null block."""
         return block_id != NULL_BLOCK
 
     def blocks_of_group(
         self, request: Fillable, group: int, table: Sequence[int], start: int, stop: int
     ) -> tuple[int, ...]:
+        """The block ids of a group that hold external tokens ``[start, stop)`` of a request.
+
+        Raises ``ConnectorError`` where the table is too short, null where decode reads, or
+        names no block of the pool.
+        """
         positions = self.positions(group, start, stop, len(table))
         self.check_table(request, group, table, positions, stop)
         blocks = tuple(table[p] for p in positions if self.keep(table[p]))
@@ -224,6 +236,7 @@ class ConnectorScheduler:
                 )
 
     def check_ids(self, request: Fillable, group: int, blocks: Sequence[int]) -> None:
+        """Raises ``ConnectorError`` for an id that the group's pool does not have."""
         limit = self.layout.num_blocks_of(group)
         for block_id in blocks:
             if not 0 <= block_id < limit:
@@ -279,14 +292,19 @@ class ConnectorWorker:
             ]
             self._count(blocks, self.write(blocks), asked=sum(map(len, blocks)))
 
+    def registered(self) -> Cache:
+        """The cache that was registered; raises ``ConnectorError`` before ``register_kv_caches``."""
+        if self.cache is None:
+            raise ConnectorError("no KV caches are registered: call register_kv_caches first")
+        return self.cache
+
     def start_load_kv(self, meta: ConnectorMetadata) -> FillReport:
         """Fill a step's blocks; they are written when this returns.
 
         Raises ``ConnectorError`` before ``register_kv_caches``, ``FillRefused`` for blocks that do
         not exist, before the first byte is written.
         """
-        if self.cache is None:
-            raise ConnectorError("no KV caches are registered: call register_kv_caches first")
+        self.registered()  # refused before a request is looked at
         needed = self.union(meta)
         report = together(self.fill_step(meta, needed), len(self.layout.groups))
         self._count(
@@ -300,9 +318,11 @@ class ConnectorWorker:
     # -- small steps, each of which some connector got wrong (faults.py overrides them) ----------
 
     def groups_filled_at_startup(self) -> frozenset[int]:
+        """The groups that keep what the worker writes when it takes its cache."""
         return startup_groups(self.layout, self.values)
 
     def bind(self, kv_caches: Mapping) -> Cache:
+        """An engine's tensors per layer as a cache of this layout; raises ``CacheMismatch``."""
         return bind(self.layout, kv_caches)
 
     def union(self, meta: ConnectorMetadata) -> list[tuple[int, ...]]:
@@ -331,7 +351,10 @@ class ConnectorWorker:
         return [self.write(self.blocks_to_write(needed))]
 
     def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
-        return fill_blocks(self.cache, blocks, self.values)
+        """Write these blocks, ids per group; raises ``FillRefused`` before the first byte, ``FillFailed`` after
+        it.
+        """
+        return fill_blocks(self.registered(), blocks, self.values)
 
     def _count(self, needed: Sequence[Sequence[int]], report: FillReport, asked: int) -> None:
         self.counters["fills"] += bool(asked)

@@ -40,6 +40,7 @@ class Fault:
 
     @property
     def half(self) -> str:
+        """Which half of the connector it sits in: ``scheduler``, ``worker`` or ``both``."""
         return (
             "scheduler"
             if self.worker is ConnectorWorker
@@ -120,7 +121,7 @@ class IdsUnchecked(_Slicing):
 class StateBeforeTheCopy(ConnectorScheduler):
     """Fills the state after the last token stood in for, wherever the step reads the running one."""
 
-    def positions(self, group, start, stop, table_length):
+    def positions(self, group: int, start: int, stop: int, table_length: int) -> range:
         wanted = super().positions(group, start, stop, table_length)
         return wanted[:1] if self.layout.groups[group].kv_cache_spec.holds_state else wanted
 
@@ -147,7 +148,7 @@ class NullBlockAllowed(ConnectorWorker):
     """A5's worker half: id 0 is written like any other."""
 
     def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
-        return fill_blocks(self.cache, blocks, self.values, allow_null_block=True)
+        return fill_blocks(self.registered(), blocks, self.values, allow_null_block=True)
 
 
 class StatesFilledWhole(NullBlockAllowed):
@@ -170,7 +171,7 @@ class _OtherValues(ConnectorWorker):
 
     def write_wrongly(self, group: int, blocks: Sequence[int]) -> None:
         only = [blocks if g == group else () for g in range(len(self.layout.groups))]
-        fill_blocks(self.cache, only, Zeros())
+        fill_blocks(self.registered(), only, Zeros())
 
     def write(self, blocks: Sequence[Sequence[int]]) -> FillReport:
         report = super().write(blocks)
@@ -183,7 +184,7 @@ class _OtherValues(ConnectorWorker):
         """Floats where no floats belong."""
         number = torch.tensor([self.values.mean if isinstance(self.values, Constant) else 0.015])
         for layer in self.layout.groups[group].layer_names:
-            content = self.cache.flat(layer, 0)
+            content = self.registered().flat(layer, 0)
             content[list(blocks)] = number.view(torch.uint8).repeat(cdiv(content.shape[1], 4))[
                 : content.shape[1]
             ]
@@ -239,10 +240,10 @@ class KernelBlocksMistaken(ConnectorWorker):
                 tuple(group_blocks),
             )  # so it believes
             for layer in self.layout.groups[group].layer_names:
-                flat = self.cache.flat(layer, 0)
+                flat = self.registered().flat(layer, 0)
                 if flat.shape[1] % self.kernel_blocks:
                     continue
-                part, index = self.cache.parts(layer)[0], self.layout.layer_index[layer]
+                part, index = self.registered().parts(layer)[0], self.layout.layer_index[layer]
                 small = flat.unflatten(1, (self.kernel_blocks, -1))
                 for block in group_blocks:
                     content = self.values.expected(part, index, block, device=flat.device)

@@ -42,6 +42,7 @@ class PageStates:
 
     @property
     def padding_written(self) -> torch.Tensor:
+        """bool ``[layers, num_blocks]``: bytes behind the content are no longer poison."""
         return self.padding != UNTOUCHED
 
 
@@ -98,7 +99,7 @@ def _judge_spans(
     pages = []
     for span in spans:
         source = source_of(span, values)
-        content = source.number(span.part.dtype)
+        content: int | compiled_rows.Noise | None = source.number(span.part.dtype)
         if isinstance(source, Normal):
             content = compiled_rows.Noise(**source.window(span))
         pages.append(compiled_rows.Rows(span.bits, ids, content))

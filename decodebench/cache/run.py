@@ -42,7 +42,8 @@ def zero_new_blocks(cache: Cache, batch: Batch) -> None:
 
     Attention's only (as ``KVCacheManager.take_zeroed`` lists); blocks of a prefix hit are not new.
     """
-    layout, new = cache.layout, [()] * len(cache.layout.groups)
+    layout = cache.layout
+    new: list[tuple[int, ...]] = [()] * len(layout.groups)
     for g in range(len(layout.groups)):
         if zeroed_on_allocation(layout, g):
             per_block = layout.tokens_per_block(g)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -68,7 +69,8 @@ class Place:
 
     def raw(self) -> torch.Tensor:
         """Bytes: uint8 ``[num_blocks, nbytes]``, or ``[num_blocks, pieces, nbytes]`` where they lie apart."""
-        shape, strides = (self.num_blocks, self.part.nbytes), (self.block_stride,)
+        shape: tuple[int, ...] = (self.num_blocks, self.part.nbytes)
+        strides: tuple[int, ...] = (self.block_stride,)
         if self.pieces > 1:
             shape, strides = (shape[0], self.pieces, shape[1]), (self.block_stride, self.piece_stride)
         return strided(self.storage, "uint8", self.offset, shape, strides, self.part.name)
@@ -130,7 +132,7 @@ class Cache:
     #: what ``allocate`` wrote into every byte; None where it wrote nothing, and for an engine's memory
     initial: str | None = None
     #: what the last fill wrote, under ``values``: what an audit expects where nothing else is asked for
-    filled_with: dict[str, object] = field(default_factory=dict, init=False, repr=False)
+    filled_with: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -178,7 +180,7 @@ class Cache:
         if part is None and layer in self.logical:
             return self.logical[layer]
         if part is None and len(places) > 1:
-            return {place.part.name: self.view(layer, i) for i, place in enumerate(places)}
+            return {p.part.name: cast(torch.Tensor, self.view(layer, i)) for i, p in enumerate(places)}
         index = self._part_index(layer, part or 0)
         if len(places) == 1 and layer in self.logical:
             return self.logical[layer]
@@ -261,7 +263,7 @@ def _equally_spaced(places: Sequence[Place | None]) -> Iterator[tuple[int, int, 
                 )
                 and first.storage.data_ptr() == other.storage.data_ptr()
             )
-            distance = other.offset - first.offset if same else 0
+            distance = other.offset - first.offset if other is not None and same else 0
             # torch views know no negative strides
             if distance <= 0 or (count > 1 and distance != step * count):
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,7 @@ class Launch:
     kernel: triton.JITFunction
     grid: tuple[int, ...]
     arguments: Mapping[str, object]
-    constants: Mapping[str, object]
+    constants: Mapping[str, Any]
     options: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -6,13 +6,14 @@ where Triton is installed. With ``TRITON_INTERPRET=1`` set before the import it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 
 from decodebench.cache.triton_launch import Launch
+from decodebench.cache.values import Window
 
 #: elements one program writes
 TILE = 4096
@@ -74,9 +75,7 @@ def fill_noise(
     tl.store(target, content, mask=column < columns)
 
 
-def launch(
-    bits: torch.Tensor, ids: torch.Tensor, number: int | None, window: Mapping[str, object] | None = None
-) -> Launch:
+def launch(bits: torch.Tensor, ids: torch.Tensor, number: int | None, window: Window | None = None) -> Launch:
     """The launch that writes rows ``ids`` (integers on the device) of ``[L, num_blocks, numel]`` bits.
 
     ``number`` everywhere, or the ``window`` of a noise bank (``Normal.window``), which must be longer
@@ -108,8 +107,11 @@ def launch(
         "tiles": tiles,
         "layer_stride": target.stride(0),
         "block_stride": target.stride(1),
+        "shift": window["shift"],
+        "shift_of_layer": window["shift_of_layer"],
+        "shift_of_block": window["shift_of_block"],
+        "period": window["period"],
     }
-    arguments |= {n: window[n] for n in ("shift", "shift_of_layer", "shift_of_block", "period")}
     return Launch(fill_noise, (len(ids) * tiles, layers), arguments, {"EACH": each, "TILE": TILE})
 
 
@@ -141,4 +143,4 @@ def device_rows(rows: list[int], device: torch.device) -> torch.Tensor:
 def write(bits: torch.Tensor, ids: list[int] | torch.Tensor, number: int | None, **window: object) -> None:
     """Write rows of ``[L, num_blocks, numel]`` bits in one launch; see ``launch``."""
     ids = ids if isinstance(ids, torch.Tensor) else device_rows(ids, bits.device)
-    launch(bits, ids, number, window or None).run()
+    launch(bits, ids, number, cast(Window, window) if window else None).run()

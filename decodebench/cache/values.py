@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache as memoize
 from math import isfinite
+from typing import TypedDict
 
 import torch
 
@@ -50,7 +51,7 @@ def encode(value: float, dtype: str) -> int:
     number = torch.tensor(min(max(value, finite.min), finite.max), dtype=torch.float64)
     if type_.itemsize < 4:
         number = number.to(torch.float32)
-    return number.to(type_).view(BITS[type_.itemsize]).item()
+    return int(number.to(type_).view(BITS[type_.itemsize]).item())
 
 
 def poison_number(itemsize: int) -> int:
@@ -87,10 +88,18 @@ class Values:
     def sources(
         self, target: torch.Tensor, dtype: str, layer: int, block: int, step: int, part: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | int]]:
-        yield 0, target, self.number(dtype)
+        """The content of rows as bits, piece by piece (see the class)."""
+        number = self.number(dtype)
+        assert number is not None  # values that differ bring sources of their own
+        yield 0, target, number
 
     def expected(
-        self, part: PagePart, layer_index: int, block: int, part_index: int = 0, device: str = "cpu"
+        self,
+        part: PagePart,
+        layer_index: int,
+        block: int,
+        part_index: int = 0,
+        device: str | torch.device = "cpu",
     ) -> torch.Tensor:
         """The content of one row, typed ``[numel]``."""
         values = ZEROS if part.zeros_only and not self.raw_bytes else self
@@ -144,6 +153,18 @@ class Poison(Values):
 
     def number(self, dtype: str) -> int:
         return poison_number(torch_dtype(dtype).itemsize)
+
+
+class Window(TypedDict):
+    """Where in a noise bank the rows of a span begin: element e of layer j, block b is
+    ``bank[(shift + j * shift_of_layer + b * shift_of_block + e) % period]``.
+    """
+
+    bank: torch.Tensor
+    period: int
+    shift: int
+    shift_of_layer: int
+    shift_of_block: int
 
 
 @dataclass(frozen=True)
@@ -208,7 +229,7 @@ class Normal(Values):
         """Where in the noise the row of (layer index, block, part) starts."""
         return (block * BLOCK_STRIDE + layer * LAYER_STRIDE + part * PART_STRIDE) % self.period(dtype)
 
-    def window(self, span: Span) -> dict[str, object]:
+    def window(self, span: Span) -> Window:
         """The rule of the module's text for the rows of a span, as the kernels take it."""
         dtype = span.part.dtype
         return {

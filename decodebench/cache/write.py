@@ -7,7 +7,7 @@ all layers of a group through one strided view.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache as memoize
 from importlib import import_module
@@ -69,7 +69,7 @@ class FillReport:
         self.bytes_zeroed += nbytes if zeroed else 0
 
 
-def merge_blocks(tables: Iterable[Sequence[int]]) -> tuple[int, ...]:
+def merge_blocks(tables: Iterable[Iterable[int]]) -> tuple[int, ...]:
     """The block ids of many requests as sorted unique blocks.
 
     Equal tables are looked at once: requests that share their blocks cost a hash each.
@@ -174,7 +174,7 @@ def _warm(kernel: ModuleType, span: Span, values: Values) -> None:
     source = source_of(span, values)
     number = source.number(span.part.dtype)
     if number is not None or isinstance(source, Normal):
-        window = source.window(span) if number is None else None
+        window = source.window(span) if number is None and isinstance(source, Normal) else None
         kernel.launch(span.bits, kernel.device_rows([0], span.bits.device), number, window).warm()
 
 
@@ -202,7 +202,7 @@ def _fill_compiled(
             if number is None and not isinstance(source, Normal):
                 left[group].append(span)
                 continue
-            content = compiled_rows.Noise(**source.window(span)) if number is None else number
+            content = compiled_rows.Noise(**source.window(span)) if isinstance(source, Normal) else number
             writes.append(compiled_rows.Rows(span.bits, ids, content))
             zeroed = span.part.zeros_only and number == 0
             report.count(len(blocks) * span.bits.shape[0] * span.part.nbytes, zeroed)
@@ -224,14 +224,14 @@ def _fill_span(
     zeroed = span.part.zeros_only and number == 0
     kernel = _kernel(span.bits.device)
     if ids is not None and kernel is not None and (number is not None or isinstance(source, Normal)):
-        noise = source.window(span) if number is None else {}
-        kernel.write(span.bits, ids, number, **noise)
+        window: Mapping[str, object] = source.window(span) if isinstance(source, Normal) else {}
+        kernel.write(span.bits, ids, number, **window)
         report.count(len(ids) * span.bits.shape[0] * span.part.nbytes, zeroed)
         return
     blocks = sum(count for _, count, _ in group_runs)
     if number is not None and _indexed_is_faster(span, blocks, len(group_runs)):
-        ids = [start + i * step for start, count, step in group_runs for i in range(count)]
-        span.bits.index_fill_(1, torch.tensor(ids, device=span.bits.device), number)
+        listed = [start + i * step for start, count, step in group_runs for i in range(count)]
+        span.bits.index_fill_(1, torch.tensor(listed, device=span.bits.device), number)
         report.count(blocks * span.bits.shape[0] * span.part.nbytes, zeroed)
         return
     for start, count, step in group_runs:

@@ -105,7 +105,7 @@ def audit(
             spec = layout.groups[group].layer_specs[layer]
             page_states = states_of_fill(found, spec, values)
             if foreign.any():
-                if group in held:
+                if resident is not None and group in held:
                     of_hit = states_of_fill(held[group][layer, ids], spec, resident)
                 else:
                     of_hit = states_of_hit(found, spec)

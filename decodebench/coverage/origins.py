@@ -104,6 +104,7 @@ class Origins:
                 yield writer, f"values of group {group}, layer {name!r}, block {blocks[i]}", ids[i : i + 1]
 
     def group_of(self, writer: int) -> int:
+        """The group of the layer with index ``writer``."""
         return self.layout.group_of[self.layout.layer_names[writer]]
 
     def place(self, writer: int) -> tuple[int, int]:

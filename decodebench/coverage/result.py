@@ -83,6 +83,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
+        """Whether every required page is covered and nothing else was found: no stray page, no disagreement."""
         return self.covered == self.required and not (self.findings or self.disagreements or self.unseen)
 
     @cached_property
@@ -231,6 +232,7 @@ class Tally:
         self._first = [layout.layer_index[group.layer_names[0]] for group in layout.groups]
 
     def count(self, pages: RequiredPages, layer: int, page_states: np.ndarray) -> None:
+        """Count the states (0 to 3 a page) of a request's required pages in one layer of their group."""
         self.counts[pages.request, self._first[pages.group] + layer] += np.bincount(page_states, minlength=4)[
             :4
         ]
@@ -244,6 +246,9 @@ class Tally:
         detail: str,
         request: int | None = None,
     ) -> None:
+        """Note what was found at some blocks of a group: in one layer, or in all of it; of one request, or of
+        none.
+        """
         if not len(blocks):
             return
         name = None if layer is None else self.layout.groups[group].layer_names[layer]
@@ -256,6 +261,7 @@ class Tally:
         disagreements: tuple[str, ...] = (),
         unseen: tuple[str, ...] = (),
     ) -> Audit:
+        """The audit of what was counted and found."""
         names = tuple(blocks.request_id for blocks in self.batch.requests)
         found = tuple(self.findings)
         return Audit(self.layout, self.source, names, self.counts, found, suspects, disagreements, unseen)

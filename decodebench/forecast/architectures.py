@@ -82,6 +82,15 @@ DEEPSEEK: dict[str, Any] = {
     "correction": ("topk_method", "noaux_tc"),
     "defaults": {"first_k_dense_replace": 3},
 }
+BAILING: dict[str, Any] = {
+    "qkv_bias": "use_qkv_bias",
+    "out_bias": "use_bias",
+    "expert_size": ("moe_intermediate_size",),
+    "shared_size": ("moe_shared_expert_intermediate_size", "moe_intermediate_size"),
+    "shared_count": ("num_shared_experts",),
+    "correction": True,
+    "defaults": {"first_k_dense_replace": 0},
+}
 OLD: dict[str, Any] = {
     "matrices": 2,
     "layer_norm": True,
@@ -304,6 +313,52 @@ ARCHITECTURES: dict[str, Architecture] = {
         correction="use_expert_bias",
         defaults={"num_dense_layers": 2, "use_expert_bias": True},
     ),
+    # families whose config classes are their checkpoints' own, or newer than the published figures
+    "deepseek": Architecture(
+        shared_count=("n_shared_experts",),
+        expert_size=("moe_intermediate_size",),
+        defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},
+    ),
+    "aria_text": Architecture(
+        **attention_bias(), shared_size=("intermediate_size",), shared_count=("moe_num_shared_experts",)
+    ),
+    "glm_ocr_text": Architecture(norms=4),
+    "jais2": Architecture(
+        **attention_bias(mlp_bias="mlp_bias"),
+        matrices=2,
+        layer_norm=True,
+        defaults={"attention_bias": True, "mlp_bias": True},
+    ),
+    "minicpm": Architecture(),
+    "mellum": Architecture(
+        qkv_bias="attention_bias", query_key_norm="head", expert_size=("moe_intermediate_size",)
+    ),
+    "orion": Architecture(layer_norm=True),
+    "PanguEmbedded": Architecture(qkv_bias="bias", out_bias="bias"),
+    "iquestcoder": Architecture(**attention_bias(mlp_bias="mlp_bias")),
+    "param2moe": Architecture(**BAILING),
+    "solar": Architecture(**attention_bias(mlp_bias="mlp_bias")),
+    "telechat3": Architecture(**attention_bias(mlp_bias="mlp_bias")),
+    "TeleFLM": Architecture(),
+    "paddleocr_vl_text": Architecture(),
+    "qwen2_5_omni_text": Architecture(qkv_bias=True),
+    "granitemoe_swa": Architecture(
+        **attention_bias(), sinks="all", shared_size=("shared_intermediate_size",)
+    ),
+    "muse_glimmer_text": Architecture(norms=4, gate="full"),
+    "cosmos3_edge_text": Architecture(**attention_bias(mlp_bias="mlp_bias"), matrices=2),
+    "vaultgemma": Architecture(tied=True, **attention_bias()),
+    "bailing_moe": Architecture(**BAILING),
+    "bailing_moe_v2": Architecture(**BAILING),
+    "sarvam_moe": Architecture(**BAILING),
+    "internlm2": Architecture(qkv_bias="bias", out_bias="bias"),
+    "chatglm": Architecture(qkv_bias="add_qkv_bias", out_bias="add_bias_linear", mlp_bias="add_bias_linear"),
+    "exaone": Architecture(),
+    "plamo3": Architecture(norms=4, query_key_norm="head"),
+    "pangu_ultra_moe": Architecture(
+        **DEEPSEEK | {"tied": False, "correction": "router_enable_expert_bias"}, norms=4
+    ),
+    "sarvam_mla": Architecture(**BAILING),
 }
 #: families that no line knows: the commonest tensors
 COMMON = Architecture(

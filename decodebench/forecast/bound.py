@@ -19,8 +19,8 @@ from decodebench.errors import DecodebenchError
 from decodebench.forecast.machines import Machine
 from decodebench.forecast.machines import machine as find_machine
 from decodebench.forecast.parts import ROLES, Part
-from decodebench.forecast.quantization import Format, checkpoint, formats
-from decodebench.forecast.weights import fields_of, tensors, tied_head, width_of
+from decodebench.forecast.quantization import Format, formats
+from decodebench.forecast.weights import fields_of, not_exact, tensors, tied_head, width_of
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer
 from decodebench.models.load import load_model
@@ -85,6 +85,8 @@ class Bound:
     #: routed experts that a layer is expected to touch, of how many
     experts_touched: float = 0.0
     experts: int = 0
+    #: why the weights are an estimate, in one sentence; None where they are exact
+    weights_note: str | None = None
     #: length → requests of it
     lengths: Mapping[int, float] = field(default_factory=dict, repr=False)
     #: what it is the floor of, to ask for other requests
@@ -202,7 +204,7 @@ class Bound:
             else (f": more than the {bytes_text(round(space))} of a chip")
         )
         touched = f"; {self.experts_touched:.0f} of {self.experts} experts a layer" if self.experts else ""
-        return text + fits + touched
+        return text + fits + touched + (f"; {self.weights_note}" if self.weights_note else "")
 
     @property
     def ranks(self) -> int:
@@ -244,6 +246,7 @@ class Bound:
             "cache_bytes": self.cache_bytes,
             "fits": self.fits,
             "parameters": self.parameters,
+            "weights_note": self.weights_note,
             "parts": [
                 {
                     "part": load.part,
@@ -429,6 +432,8 @@ class Prepared:
     #: parameters of the embedding where it is the head as well
     tied_head: int = 0
     decode_context_parallel_size: int = 1
+    #: see ``Bound.weights_note``
+    weights_note: str | None = None
 
     @property
     def chips(self) -> int:
@@ -475,6 +480,7 @@ class Prepared:
             parameters=sum(part.params for part in self.parts),
             experts_touched=self._touched(experts, tokens) if experts else 0.0,
             experts=experts.experts if experts else 0,
+            weights_note=self.weights_note,
             lengths=lengths,
             deployment=self,
         )
@@ -642,7 +648,7 @@ def prepare(
         model,
         machine,
         parts,
-        formats(checkpoint(model), resolved.dtype, quantization),
+        formats(model.config, resolved.dtype, quantization),
         readings(model, specs, f, tensor_parallel_size),
         width_of(f),
         reduces=sum(map(adds_up, model.layer.values())) + feeding,
@@ -654,6 +660,7 @@ def prepare(
         blocks=len(model.layer) + feeding,
         tied_head=tied_head(f, has),
         decode_context_parallel_size=asked.decode_context_parallel_size,
+        weights_note=not_exact(model),
     )
 
 

@@ -6,16 +6,12 @@ the head unless it is named, and what a config excludes) keeps the model's dtype
 
 from __future__ import annotations
 
-import json
-import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from decodebench.errors import DecodebenchError
 from decodebench.forecast.parts import ROLES
-from decodebench.models.model import Model
 from decodebench.models.specs import DTYPE_BYTES
 
 
@@ -86,24 +82,6 @@ MODULES = {
     ),
     "head": ("lm_head",),
 }
-
-
-def checkpoint(model: Model) -> Mapping:
-    """The model's config, with the hf_quant_config.json beside it where config.json says nothing of its own."""
-    path = Path(model.name)
-    beside = (path if os.path.isdir(path) else path.parent) / "hf_quant_config.json"
-    if (
-        "quantization_config" in model.config
-        or model.name.startswith("-")
-        or not os.path.exists(path)
-        or not os.path.isfile(beside)
-    ):
-        return model.config
-    try:
-        found = json.loads(beside.read_text())
-    except (OSError, ValueError) as error:
-        raise QuantizationError(f"{beside}: not JSON ({error}): repair it, or pass quantization=") from None
-    return {**model.config, "quantization_config": found}
 
 
 def formats(config: Mapping, dtype: str, scheme: str | Mapping | None = "auto") -> dict[str, Format]:

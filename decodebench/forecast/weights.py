@@ -85,6 +85,14 @@ def fields_of(model: Model) -> tuple[Fields, Architecture]:
     return f.with_defaults({"model_kind": kind} | defaults), has
 
 
+def not_exact(model: Model) -> str | None:
+    """Why a model's parameters are an estimate, in one sentence; None where its family's tensors are known."""
+    kind = fields_of(model)[0].get("model_kind")
+    if kind in ARCHITECTURES:
+        return None
+    return f"weights are an estimate: of {model.model_type} the tensors beside its cache are not known"
+
+
 def on(f: Fields, flag: Flag) -> bool:
     """What a flag of an architecture says of this config."""
     if isinstance(flag, tuple):

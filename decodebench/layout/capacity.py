@@ -184,6 +184,7 @@ class Waste:
 
     @property
     def total(self) -> float:
+        """Bytes of all causes together: the whole of the memory."""
         return sum(value for name, value in asdict(self).items() if name != "length")
 
     def shares(self) -> dict[str, float]:

@@ -41,10 +41,12 @@ class KVCacheGroupSpec:
 
     @property
     def block_size(self) -> int:
+        """Tokens that one block holds on one rank."""
         return self.kv_cache_spec.block_size
 
     @property
     def kind(self) -> str:
+        """The kind of the spec that governs the block table, such as ``sliding_window``."""
         return self.kv_cache_spec.kind
 
     @property

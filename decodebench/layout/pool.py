@@ -17,14 +17,11 @@ from typing import SupportsIndex
 
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.models.specs import CircularBufferSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, cdiv
+from decodebench.models.specs import KVCacheSpec, SpecError
 from decodebench.words import counted, short, shown
 
 #: placeholder in block tables: never owned, filled, or read as data
 NULL_BLOCK = 0
-
-#: kinds whose rows no prefix of another request brings: the request's own state, ring, encoder
-OWN_ROWS = (MambaSpec, CircularBufferSpec, CrossAttentionSpec)
 
 
 def zeroed_on_allocation(layout: Layout, group: int) -> bool:
@@ -109,10 +106,12 @@ class RequestBlocks:
 
     @property
     def request_id(self) -> str:
+        """The name of the request, under which the manager knows it."""
         return self.request.request_id
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the request, the one that the next step computes included."""
         return self.request.num_tokens
 
     @property
@@ -153,6 +152,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all requests together."""
         return sum(self.context_lens)
 
     def block_table(self, group: int) -> list[tuple[int, ...]]:
@@ -188,6 +188,7 @@ class KVCacheManager:
         self._to_zero: list[list[int]] = [[] for _ in layout.groups]
 
     def num_free(self, pool: int = 0) -> int:
+        """Blocks of a pool that nobody holds."""
         return len(self._free[pool])
 
     def owner(self, group: int, block_id: int) -> tuple[str, ...]:
@@ -195,6 +196,7 @@ class KVCacheManager:
         return tuple(sorted(self._holders.get((group, block_id), ())))
 
     def blocks_of(self, request_id: str) -> RequestBlocks:
+        """The blocks of one request as they are now; raises ``BlockError`` where it is not admitted."""
         if request_id not in self._tables:
             raise BlockError(f"request {request_id!r} is not admitted")
         return self._tables[request_id]
@@ -290,30 +292,16 @@ class KVCacheManager:
 
     # -- how each kind keeps its blocks ---------------------------------------------------------
 
-    def _positions(self, group: int, request: Request) -> tuple[int, range | list[int]]:
+    def _positions(self, group: int, request: Request) -> tuple[int, Sequence[int]]:
         """(table length, positions that hold a real block) at the request's next decode step."""
         spec = self.layout.groups[group].kv_cache_spec
         per_block = self.layout.tokens_per_block(group)
-        if isinstance(spec, CircularBufferSpec):
-            return 1, range(1)
-        if isinstance(spec, CrossAttentionSpec):
-            encoder = spec.max_encoder_tokens if request.encoder_tokens is None else request.encoder_tokens
-            if encoder > spec.max_encoder_tokens:
-                raise BlockError(
-                    f"request {request.request_id!r} has {encoder} encoder tokens, group {group} "
-                    f"({spec.kind}) takes at most {spec.max_encoder_tokens}"
-                )
-            return cdiv(encoder, per_block), range(cdiv(encoder, per_block))
-        length = cdiv(request.num_tokens, per_block)
-        if isinstance(spec, MambaSpec):
-            # the state the step starts from, and the block in which it leaves the next one
-            computed = request.num_tokens - 1
-            read = [] if computed == 0 else [(computed - 1) // per_block]
-            kept = sorted({*read, computed // per_block})
-            extra = spec.num_speculative_blocks
-            return length + extra, kept + list(range(length, length + extra))
-        first = spec.num_skipped_tokens(request.num_tokens - 1) // per_block
-        return length, range(first, length)
+        try:
+            return spec.table_positions(request.num_tokens, per_block, request.encoder_tokens)
+        except SpecError as error:
+            raise BlockError(
+                f"request {request.request_id!r}, group {group} ({spec.kind}): {error}"
+            ) from None
 
     def _plan(
         self, group: int, request: Request, hit: int, known: dict[int, int]

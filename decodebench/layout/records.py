@@ -40,6 +40,7 @@ class Grouped:
 
     @property
     def tensor_parallel_size(self) -> int:
+        """Ranks that the layers' heads are divided between; 1 for groups made by hand."""
         return self.options.tensor_parallel_size if self.options else 1
 
     def tokens_per_block(self, group: int) -> int:
@@ -69,14 +70,17 @@ class Grouped:
 
     @cached_property
     def layer_index(self) -> dict[str, int]:
+        """layer → its position in ``layer_names``."""
         return {name: i for i, name in enumerate(self.layer_names)}
 
     @cached_property
     def group_of(self) -> dict[str, int]:
+        """layer → the number of its group."""
         return {name: g for g, group in enumerate(self.groups) for name in group.layer_names}
 
     @cached_property
     def layer_specs(self) -> dict[str, KVCacheSpec]:
+        """layer → its spec as placed in its group, in the order of ``layer_names``."""
         return {n: s for group in self.groups for n, s in zip(group.layer_names, group.layer_specs)}
 
 

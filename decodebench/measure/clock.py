@@ -54,22 +54,27 @@ class Timing:
 
     @property
     def median(self) -> float:
+        """Median seconds a step."""
         return self.quantile(0.5)
 
     @property
     def q1(self) -> float:
+        """Lower quartile, seconds a step."""
         return self.quantile(0.25)
 
     @property
     def q3(self) -> float:
+        """Upper quartile, seconds a step."""
         return self.quantile(0.75)
 
     @property
     def p10(self) -> float:
+        """Seconds a step that one sample in ten stays below."""
         return self.quantile(0.1)
 
     @property
     def p90(self) -> float:
+        """Seconds a step that nine samples in ten stay below."""
         return self.quantile(0.9)
 
     def to_dict(self) -> dict[str, object]:

@@ -177,7 +177,7 @@ def store(
                     f"{folder}: two rows of one case ({content}): another axis tells them apart"
                 )
             seen.add(case_id)
-            journal.append({"case_id": case_id} | row)
+            journal.append({"case_id": case_id, **row})
         journal.compact([], columns_of(journal.runs) or {})
 
 
@@ -244,7 +244,8 @@ def _read_journal(path: Path) -> tuple[list[dict], int]:
     if not path.exists():
         return [], 0
     data = path.read_bytes()
-    rows, start = [], 0
+    rows: list[dict] = []
+    start = 0
     while start < len(data):
         end = data.find(b"\n", start)
         try:

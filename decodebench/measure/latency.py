@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,10 +45,12 @@ class DecodeMeasurement:
 
     @property
     def bytes_read(self) -> int:
+        """Bytes that a step reads from the cache, over all layers timed."""
         return sum(w.bytes_read for w in self.work)
 
     @property
     def bytes_written(self) -> int:
+        """Bytes that a step writes to the cache, over all layers timed."""
         return sum(w.bytes_written for w in self.work)
 
     @property
@@ -82,14 +85,14 @@ class DecodeMeasurement:
         for kind in dict.fromkeys(w.kind for w in self.work):
             work = [w for w in self.work if w.kind == kind]
             read, written = sum(w.bytes_read for w in work), sum(w.bytes_written for w in work)
-            row = {"kind": kind, "layers": len(work), "bytes_read": read, "bytes_written": written}
-            row["bytes_moved"] = read + written
-            row["limit_s"] = limit_seconds(work, self.bandwidth, self.operations.get(kind, 0))
+            limit = limit_seconds(work, self.bandwidth, self.operations.get(kind, 0))
+            row: dict[str, object] = {"kind": kind, "layers": len(work), "bytes_read": read}
+            row |= {"bytes_written": written, "bytes_moved": read + written, "limit_s": limit}
             if kind in self.kind_timings:
                 t = self.kind_timings[kind]
                 row |= t.to_dict()
                 row["gb_per_s"] = (read + written) / t.median / 1e9
-                row["limit_share"] = row["limit_s"] / t.median
+                row["limit_share"] = limit / t.median
             rows.append(row)
         return rows
 
@@ -166,19 +169,20 @@ def measure_decode(
     in this process (at most two minutes old). Other options as in ``prepare_step``. Out of memory is
     a ``DecodeError`` that names the batch.
     """
-    options = {"seed": seed, "query_heads": query_heads, "dtype": dtype}
-    clock = {"device": cache.device, "cold": cold, "min_seconds": min_seconds, "min_steps": min_steps}
+    clock = partial(measure, device=cache.device, cold=cold, min_seconds=min_seconds, min_steps=min_steps)
     if limit is None and cache.device.type == "cuda":
         limit = bandwidth(cache.device)  # measured before: a card that the step fills has no room for it
     try:
-        step = prepare_step(cache, batch, backend, layers=layers, **options)
+        step = prepare_step(
+            cache, batch, backend, seed=seed, layers=layers, query_heads=query_heads, dtype=dtype
+        )
         try:
-            timing = measure(step, **clock)
+            timing = clock(step)
             kind_timings = {}
             if by_kind:
                 for kind in dict.fromkeys(x.work.kind for x in step.layers):
                     part = replace(step, layers=tuple(x for x in step.layers if x.work.kind == kind))
-                    kind_timings[kind] = measure(part, **clock)
+                    kind_timings[kind] = clock(part)
         finally:
             step.restore()
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:

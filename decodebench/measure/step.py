@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -57,6 +58,7 @@ class DecodeStep:
         return {layer.work.layer: layer.run() for layer in self.layers}
 
     def restore(self) -> None:
+        """Put back what the cache held where a step writes, as it was when the step was prepared."""
         for view, index, value in self._saved:
             _bits(view)[index] = value.to(view.device)
 
@@ -89,14 +91,15 @@ def prepare_step(
     model = getattr(layout, "model", None)
     activation = torch_dtype(dtype or getattr(model, "dtype", None) or "bfloat16")
     tables = {g: _table(layout, batch, g, cache.device) for g in {w.group for w in chosen}}
-    steps, plans = [], {}
+    steps: list[LayerStep] = []
+    plans: dict[tuple, object] = {}
     for work in chosen:
         random = torch.Generator().manual_seed(seed * 1_000_003 + layout.layer_index[work.layer])
         spec = layout.layer_specs[work.layer]
         if spec.holds_state:
             steps.append(_state_layer(cache, batch, work, spec, runs_on, tables[work.group], random))
         else:
-            heads = query_heads or _query_heads(layout, work.layer) or spec.num_kv_heads
+            heads = query_heads or _query_heads(layout, work.layer) or cast(AttentionSpec, spec).num_kv_heads
             q = (heads, activation)
             table = tables[work.group]
             steps.append(_attention_layer(cache, batch, work, spec, runs_on, table, random, q, plans))
@@ -155,8 +158,8 @@ def _attention_layer(cache, batch, work, spec, backend, table, random, query, pl
             f"{layout.tokens_per_block(work.group)}"
         )
     ranges = [local_range(layout, work.group, spec, blocks) for blocks in batch.requests]
-    for (start, stop), blocks in zip(ranges, batch.requests):
-        _check_row(work, blocks, start, stop, entries)
+    for (first, last), blocks in zip(ranges, batch.requests):
+        _check_row(work, blocks, first, last, entries)
     start, stop = (torch.tensor(side, dtype=torch.int64, device=device) for side in zip(*ranges))
     latent = spec.head_size_v == 0
     shape = {
@@ -175,7 +178,7 @@ def _attention_layer(cache, batch, work, spec, backend, table, random, query, pl
     if key not in plans:
         plans[key] = runner.prepare(view, table, start, stop)
     options = shape | {"plan": plans[key]}
-    touched = ()
+    touched: tuple[tuple[torch.Tensor, tuple], ...] = ()
     if spec.written_by_steps:
         at = stop - 1
         blocks = table.gather(1, (at // entries).unsqueeze(1)).squeeze(1).long()
@@ -237,7 +240,8 @@ def _state_layer(cache, batch, work, spec, backend, table, random) -> LayerStep:
     """
     views = cache.view(work.layer)
     parts = views if isinstance(views, dict) else {spec.parts()[0].name: views}
-    ids, brought = [], []
+    ids: list[int] = []
+    brought: list[int] = []
     for blocks in batch.requests:
         row, tokens = blocks.block_ids[work.group], cache.layout.tokens_per_block(work.group)
         running = spec.required_blocks(blocks.num_tokens, tokens, len(row))
@@ -292,7 +296,10 @@ def compare_with_reference(
     def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         return float((a - b).norm() / b.norm().clamp_min(1e-30)) if a.numel() else 0.0
 
-    return {layer: tuple(distance(a, b) for a, b in zip(got[layer], want[layer])) for layer in want}
+    return {
+        layer: (distance(got[layer][0], want[layer][0]), distance(got[layer][1], want[layer][1]))
+        for layer in want
+    }
 
 
 def _left(step: LayerStep) -> torch.Tensor:

@@ -47,7 +47,7 @@ def window(f: Fields, gate: str | None = None) -> int | None:
     return f.optional("sliding_window", least=0) or None
 
 
-def every(period: int, *names: str) -> Types:
+def every(period: int, *names: str) -> Callable[[Fields, int], list[str]]:
     """Every ``period``-th layer attends to everything, the others to a window; a field may give the period."""
 
     def types(f: Fields, length: int) -> list[str]:
@@ -163,8 +163,9 @@ def halved_window(f: Fields, kinds: list[str]) -> int | None:
 def read_gemma3(f: Fields, root: str) -> list[Layer]:
     """Five windows, then one layer that attends to everything."""
     length = f.layer_count()
-    kinds = f.listing("layer_types", length=length, choices=KINDS)
-    kinds = kinds or every(6, "sliding_window_pattern", "_sliding_window_pattern")(f, length)
+    kinds: list[str] = f.listing("layer_types", length=length, choices=KINDS) or every(
+        6, "sliding_window_pattern", "_sliding_window_pattern"
+    )(f, length)
     span = halved_window(f, kinds)
     return [
         AttentionLayer(
@@ -177,7 +178,7 @@ def read_gemma3(f: Fields, root: str) -> list[Layer]:
 def read_gemma3n(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
     """The last ``num_kv_shared_layers`` layers read the cache of the last layer of their kind before them."""
     length = f.layer_count()
-    kinds = f.listing("layer_types", length=length, choices=KINDS) or every(5)(f, length)
+    kinds: list[str] = f.listing("layer_types", length=length, choices=KINDS) or every(5)(f, length)
     return with_shared(f, root, kinds, lambda i: heads(f))
 
 
@@ -186,7 +187,7 @@ def read_gemma4(f: Fields, root: str) -> tuple[list[Layer], dict[str, str]]:
     always attends to everything.
     """
     length = f.layer_count()
-    kinds = f.listing("layer_types", length=length, choices=KINDS) or every(6)(f, length)
+    kinds: list[str] = f.listing("layer_types", length=length, choices=KINDS) or every(6)(f, length)
     kinds[-1] = "full_attention"
     count, kv_heads, size = heads(f)
     per_layer = f.get("per_layer_config")

@@ -69,10 +69,12 @@ def full(
 
 
 def no_window(f: Fields, length: int) -> list[str]:
+    """Every layer attends to everything, whatever ``layer_types`` says."""
     return ["full_attention"] * length
 
 
 def mla(read: Read, max_position_embeddings: int, rope: int = 64, **arguments) -> Family:
+    """A family with latent attention (DeepSeek's defaults, ``rope`` numbers of its row are rotary)."""
     defaults = {
         "max_position_embeddings": max_position_embeddings,
         "kv_lora_rank": 512,

@@ -6,8 +6,9 @@ import json
 import os.path
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from decodebench.errors import DecodebenchError
 from decodebench.words import shown
@@ -37,11 +38,12 @@ class Fields:
         self.used: set[str] = set()
 
     def with_defaults(self, defaults: Mapping) -> Fields:
+        """The same fields with a family's defaults; both note in one set what was asked for."""
         fields = Fields(self.values, self.source, defaults)
         fields.used = self.used
         return fields
 
-    def get(self, *names: str, default=None):
+    def get(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that is there, as it is; ``default`` where none is."""
         self.used.update(names)
         for name in names:
@@ -59,6 +61,7 @@ class Fields:
         return name in self.values or name in self.defaults
 
     def has(self, *names: str) -> bool:
+        """Whether one of these fields is there, or has a default, and is not null."""
         return self.get(*names) is not None
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_COUNT) -> int:
@@ -88,6 +91,7 @@ class Fields:
         return value
 
     def layer_count(self, *names: str) -> int:
+        """A number of layers, at most ``MAX_LAYERS``; raises ``ConfigError`` like ``integer``."""
         return self.integer(*(names or ("num_hidden_layers",)), most=MAX_LAYERS)
 
     def optional(self, *names: str, least: int = 1) -> int | None:
@@ -107,19 +111,22 @@ class Fields:
             raise self.wrong(names, f"a list of {len(value)}", f"at most {MAX_LAYERS} layers are sensible")
         if length is not None and len(value) < length:
             raise self.wrong(names, f"a list of {len(value)}", f"there are {length} layers")
-        for entry in value if choices is not None else ():
-            if not isinstance(entry, str | int) or entry not in choices:
-                raise self.wrong(names, entry, f"known are {', '.join(map(str, choices))}")
+        if choices is not None:
+            for entry in value:
+                if not isinstance(entry, str | int) or entry not in choices:
+                    raise self.wrong(names, entry, f"known are {', '.join(map(str, choices))}")
         return list(value) if length is None else list(value[:length])
 
     def missing(self, *names: str) -> ConfigError:
+        """The error that none of these fields is there, for the caller to raise."""
         wanted = " or ".join(map(repr, names))
         return ConfigError(
             f"{self.source}: no field {wanted}: add it, or pass the layers' specs by hand, "
             "plan({'layer name': FullAttentionSpec(...), ...}, memory=...)"
         )
 
-    def wrong(self, names: tuple[str, ...], value, why: str) -> ConfigError:
+    def wrong(self, names: Sequence[str], value: object, why: str) -> ConfigError:
+        """The error that a field's ``value`` cannot be used, and why, for the caller to raise."""
         name = next((n for n in names if self.values.get(n) is not None), names[0])
         return ConfigError(f"{self.source}: {name} = {shown(value)}: {why}")
 
@@ -164,6 +171,7 @@ def read_config(name_or_path: str | Path, data: Path) -> tuple[dict, str]:
 
 
 def parse(content: str, source: str) -> dict:
+    """The object that a config.json holds; raises ``ConfigError`` for anything else and for an adapter's."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:

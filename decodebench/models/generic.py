@@ -37,6 +37,10 @@ def read_generic(f: Fields, root: str) -> list[Layer]:
 
 
 def generic_layer(f: Fields, path: str, kind: str, span: int | None) -> Layer:
+    """The layer that a type named ``kind`` is in most models.
+
+    ``span``: tokens of its window or chunk. Raises ``ConfigError`` where the fields do not settle its cache.
+    """
     if kind in MAMBA | LINEAR | CONVOLUTION:
         return generic_state(f, path, kind)
     if f.has("kv_lora_rank"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from decodebench.models.fields import Fields
 from decodebench.models.layers import AttentionLayer, IndexerLayer, LatentLayer, Layer, StateLayer
 
 
 def latent(f: Fields, name: str, qk_rope_head_dim: int | None = None, **facts) -> LatentLayer:
+    """One latent attention; its row is the latent and the rotary part, ``kv_lora_rank + qk_rope_head_dim``."""
     rope = f.integer("qk_rope_head_dim") if qk_rope_head_dim is None else qk_rope_head_dim
     return LatentLayer(name, f.integer("num_attention_heads"), f.integer("kv_lora_rank"), rope, **facts)
 
@@ -86,7 +88,12 @@ def read_bailing_hybrid(f: Fields, root: str) -> list[Layer]:
             layers.append(latent(f, f"{name}.attn"))
         elif delta:
             kernel = f.integer("short_conv_kernel_size", default=4)
-            state = {"num_heads": count, "head_dim": size, "num_key_heads": count, "state_size": size}
+            state: dict[str, Any] = {
+                "num_heads": count,
+                "head_dim": size,
+                "num_key_heads": count,
+                "state_size": size,
+            }
             layers.append(StateLayer(name, "kda", kernel, **state))
         else:
             layers.append(StateLayer(name, "linear", num_heads=count, head_dim=size, state_size=size))

@@ -6,7 +6,7 @@ Sizes are the whole model's; ``spec`` divides them by the tensor parallel size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.engines import NEWEST, rule
@@ -109,13 +109,15 @@ class AttentionLayer:
     kernel_tokens: int | None = None
 
     def query_heads(self, tp: int = 1) -> int:
+        """Query heads on one of ``tp`` ranks; raises ``OptionError`` where ``tp`` does not divide them."""
         return split(self.num_heads, tp, "the query heads")
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """What one rank stores of it; raises ``OptionError`` where heads do not divide or a dtype does not go."""
         self.query_heads(r.tensor_parallel_size)
         kv_heads = kv_heads_per_rank(self.num_kv_heads, r.tensor_parallel_size, self.name)
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
-        common = {
+        common: dict[str, Any] = {
             "block_size": r.block_size,
             "num_kv_heads": kv_heads,
             "head_size": self.head_size,
@@ -158,12 +160,15 @@ class LatentLayer:
 
     @property
     def head_size(self) -> int:
+        """Numbers in the row of one token: the latent and its rotary part, unless ``row`` says otherwise."""
         return self.row or self.kv_lora_rank + self.qk_rope_head_dim
 
     def query_heads(self, tp: int = 1) -> int:
+        """Query heads on one of ``tp`` ranks; raises ``OptionError`` where ``tp`` does not divide them."""
         return split(self.num_heads, tp, "the query heads")
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """What every rank stores of it; raises ``OptionError`` for a dtype that its rows cannot be packed in."""
         self.query_heads(r.tensor_parallel_size)
         cache_dtype = r.kv_cache_dtype
         if self.sparse and cache_dtype.startswith("fp8") and cache_dtype != "fp8_ds_mla":
@@ -179,7 +184,7 @@ class LatentLayer:
                 f"kv_cache_dtype = {r.kv_cache_dtype!r} does not go with latent attention (MLA): use "
                 "auto, fp8 or fp8_ds_mla"
             )
-        common = {
+        common: dict[str, Any] = {
             "block_size": r.block_size,
             "num_kv_heads": 1,
             "head_size": self.head_size,
@@ -222,9 +227,11 @@ class IndexerLayer:
     grain: int = 1
 
     def query_heads(self, tp: int = 1) -> int:
+        """Its heads: every rank scores with all of them."""
         return self.num_heads
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """One key a token, or a ``ratio``-th of them; quantized, with a float32 scale for 128 numbers."""
         content = self.head_dim + self.head_dim // 128 * 4 if self.quantized else self.head_dim
         return MLAAttentionSpec(
             block_size=r.block_size,
@@ -255,9 +262,11 @@ class RingLayer:
     split_by_context: bool = True
 
     def query_heads(self, tp: int = 1) -> int:
+        """One: the ring is kept whole on every rank."""
         return 1
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """The ring of one request, long enough for the tokens of a speculative step."""
         groups = cdiv(self.ratio + r.num_speculative_tokens, self.ratio)
         if self.doubles:
             groups = 1 << (groups - 1).bit_length()
@@ -282,9 +291,11 @@ class ConvolutionWindowLayer:
     kernel: int
 
     def query_heads(self, tp: int = 1) -> int:
+        """KV heads on one of ``tp`` ranks, which the convolution runs over."""
         return kv_heads_per_rank(self.num_kv_heads, tp, self.name)
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """A window as long as the kernel; raises ``OptionError`` where heads do not divide."""
         return SlidingWindowSpec(
             block_size=self.kernel,
             num_kv_heads=self.query_heads(r.tensor_parallel_size),
@@ -320,6 +331,7 @@ class StateLayer:
     exported: bool = False
 
     def query_heads(self, tp: int = 1) -> int:
+        """Heads of the state on one of ``tp`` ranks; raises ``OptionError`` where ``tp`` does not divide them."""
         return split(self.num_heads, tp, "the state's heads")
 
     def per_rank(self, tp: int) -> StateLayer:
@@ -342,6 +354,7 @@ class StateLayer:
         return STATE_SHAPES[self.mixer](self, 1 if self.replicated else tp, num_speculative_tokens)
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """The states of one rank; raises ``OptionError`` where they do not divide or a dtype does not go."""
         shapes = self.shapes(r.tensor_parallel_size, r.num_speculative_tokens)
         ssm = "float32" if self.mixer == "kda" and r.ssm_dtype == "auto" else r.ssm_dtype
         ssm = r.conv_dtype if ssm == "auto" else ssm
@@ -427,7 +440,9 @@ MAMBA_TYPES = {
 
 
 class Layer(Protocol):
-    """What every kind of layer offers."""
+    """What every kind of layer offers; each is a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str: ...

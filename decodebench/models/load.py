@@ -77,6 +77,7 @@ def list_models() -> KnownModels:
 
 
 def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``decodebench models``."""
     parser.add_argument("--names", action="store_true", help="names alone, one a line")
 
 
@@ -111,7 +112,10 @@ def modelopt_config(config: str | Path, values: Mapping) -> dict:
         or not os.path.isfile(beside)
     ):
         return {}
-    return {"quantization_config": read_config(beside, DATA)[0]}
+    try:
+        return {"quantization_config": read_config(beside, DATA)[0]}
+    except ConfigError:
+        raise ConfigError(f"{beside}: not a JSON object: repair it, or remove it") from None
 
 
 def read_model(config: Mapping, name: str) -> Model:

@@ -81,10 +81,12 @@ class Model:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
+        """The names of all layers with a cache, in registration order."""
         return tuple(layer.name for layer in self.layers)
 
     @property
     def has_states(self) -> bool:
+        """Whether one of its layers keeps a state instead of tokens."""
         return any(isinstance(layer, StateLayer) for layer in self.layers)
 
     def query_heads(self, layer: str, tp: int = 1) -> int:
@@ -143,7 +145,7 @@ class Model:
             block_size=options.block_size or block,
             kernel_block_size=kernel,
             max_model_len=self._length(options),
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=options.max_num_batched_tokens or device.batched_tokens,
             tensor_parallel_size=options.tensor_parallel_size,
             num_speculative_tokens=options.num_speculative_tokens,
             device=options.device,
@@ -212,7 +214,7 @@ class Model:
 
     def _length(self, options: CacheOptions) -> int:
         asked = options.max_model_len
-        if asked in (None, "auto"):
+        if asked is None or isinstance(asked, str):  # "auto"
             return self.default_model_len or self.max_model_len
         if asked > max(self.max_model_len, self.longest_allowed or 0) and not self.unbounded:
             raise OptionError(
@@ -310,6 +312,7 @@ def model_length(f: Fields, outer: Fields) -> dict:
 
 
 def rope_type(rope: Mapping) -> str:
+    """The kind of scaling in a set of RoPE parameters, by its new or its old name."""
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
@@ -351,6 +354,6 @@ def checkpoint_kv_dtype(f: Fields) -> str:
     if isinstance(scheme, Mapping):
         # compressed-tensors knows fp8 caches alone: 4 bits there are not nvfp4
         return "fp8" if scheme.get("num_bits") == 8 else "auto"
-    inner = quant.get("quantization") if isinstance(quant.get("quantization"), Mapping) else quant
-    algorithm = str(inner.get("kv_cache_quant_algo") or "").lower()
+    inner = quant.get("quantization")
+    algorithm = str((inner if isinstance(inner, Mapping) else quant).get("kv_cache_quant_algo") or "").lower()
     return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(algorithm, "auto")

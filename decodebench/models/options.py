@@ -125,7 +125,8 @@ class CacheOptions:
     @property
     def max_in_flight_tokens(self) -> int:
         """Tokens scheduled but not settled: windows keep their blocks until a step is settled."""
-        return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
+        tokens = self.max_num_batched_tokens or DEVICES[self.device].batched_tokens
+        return tokens * (2 if self.async_scheduling else 1)
 
     @classmethod
     def of(cls, options: dict) -> CacheOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from decodebench.models.fields import Fields
 from decodebench.models.layers import Layer, Resolved, split
@@ -40,9 +40,11 @@ class PackedLayer:
     window_block: int = WINDOW_BLOCK
 
     def query_heads(self, tp: int = 1) -> int:
+        """Query heads on one of ``tp`` ranks; raises ``OptionError`` where ``tp`` does not divide them."""
         return split(self.num_heads, tp, "the query heads")
 
     def spec(self, r: Resolved) -> KVCacheSpec:
+        """What one part of compressed attention stores; raises ``OptionError`` unless packed as fp8_ds_mla."""
         if r.kv_cache_dtype != "fp8_ds_mla":
             raise OptionError(
                 f"kv_cache_dtype = {r.kv_cache_dtype!r}: compressed attention is packed as fp8_ds_mla; "
@@ -73,7 +75,7 @@ class PackedLayer:
                 tokens_per_state=self.ratio,
                 alignment=PAGE_GRAIN,
             )
-        latent = {
+        latent: dict[str, Any] = {
             "num_kv_heads": 1,
             "head_size": self.width,
             "dtype": "uint8",

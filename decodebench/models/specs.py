@@ -62,10 +62,12 @@ class PagePart:
 
     @property
     def numel(self) -> int:
+        """Numbers in the part."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the part."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
@@ -134,6 +136,7 @@ class KVCacheSpec:
         return None
 
     def with_block_size(self, block_size: int) -> Self:
+        """The same layer with blocks of ``block_size`` tokens."""
         return replace(self, block_size=block_size)
 
     @property
@@ -144,6 +147,7 @@ class KVCacheSpec:
 
     @property
     def holds_vectors(self) -> bool:
+        """Of latent layers alone: whether a page holds the vectors themselves."""
         return False
 
     @property
@@ -229,6 +233,16 @@ class KVCacheSpec:
         block size times the decode-context-parallel size where the layer is sharded by it.
         """
         return _blocks_of(self.num_skipped_tokens(num_tokens - 1), num_tokens - 1, tokens_per_block)
+
+    def table_positions(
+        self, num_tokens: int, tokens_per_block: int, encoder_tokens: int | None = None
+    ) -> tuple[int, Sequence[int]]:
+        """(length of a request's block table at its next decode step, positions that hold a real block).
+
+        ``SpecError``: more ``encoder_tokens`` than the engine reserves for (cross attention alone reads them).
+        """
+        length = cdiv(num_tokens, tokens_per_block)
+        return length, range(self.num_skipped_tokens(num_tokens - 1) // tokens_per_block, length)
 
     def blocks_for_later_hits(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         """Held positions that the next step does not read, but a prefix hit on the same tokens would."""
@@ -540,6 +554,16 @@ class CrossAttentionSpec(AttentionSpec):
     #: encoder tokens the engine reserves for (``max_num_encoder_input_tokens``)
     max_encoder_tokens: int
 
+    def table_positions(
+        self, num_tokens: int, tokens_per_block: int, encoder_tokens: int | None = None
+    ) -> tuple[int, Sequence[int]]:
+        encoder = self.max_encoder_tokens if encoder_tokens is None else encoder_tokens
+        if encoder > self.max_encoder_tokens:
+            raise SpecError(
+                f"{encoder} encoder tokens, and the layer takes at most {self.max_encoder_tokens}"
+            )
+        return cdiv(encoder, tokens_per_block), range(cdiv(encoder, tokens_per_block))
+
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         return range(table_length)
 
@@ -571,6 +595,11 @@ class CircularBufferSpec(AttentionSpec):
 
     def parts(self) -> tuple[PagePart, ...]:
         return (PagePart("ring", (self.unpadded_page_size_bytes,), "uint8", zeros_only=True),)
+
+    def table_positions(
+        self, num_tokens: int, tokens_per_block: int, encoder_tokens: int | None = None
+    ) -> tuple[int, Sequence[int]]:
+        return 1, range(1)
 
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         return range(min(1, table_length))
@@ -694,6 +723,16 @@ class MambaSpec(KVCacheSpec):
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return max(0, num_computed - 1)
+
+    def table_positions(
+        self, num_tokens: int, tokens_per_block: int, encoder_tokens: int | None = None
+    ) -> tuple[int, Sequence[int]]:
+        """The state that the step starts from, the block in which it leaves the next one, and drafted tokens'."""
+        length, computed = cdiv(num_tokens, tokens_per_block), num_tokens - 1
+        read = [(computed - 1) // tokens_per_block] if computed else []
+        extra = self.num_speculative_blocks
+        kept = sorted({*read, computed // tokens_per_block})
+        return length + extra, kept + list(range(length, length + extra))
 
     def required_blocks(self, num_tokens: int, tokens_per_block: int, table_length: int) -> range:
         before = super().required_blocks(num_tokens, tokens_per_block, table_length)

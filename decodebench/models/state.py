@@ -13,6 +13,7 @@ STATE = {"mamba", "linear_attention", "conv", "mamba2"}
 
 
 def attention_layer(f: Fields, name: str) -> AttentionLayer:
+    """Full attention with the config's heads."""
     return AttentionLayer(name, *heads(f))
 
 
@@ -100,6 +101,7 @@ def mamba2(f: Fields, name: str, channels: int, heads: int, head_dim: int, group
 
 
 def inner_size(f: Fields) -> int:
+    """Channels of a Mamba layer: ``mamba_expand`` times the hidden size."""
     return int(f.number("mamba_expand") * f.integer("hidden_size"))
 
 
@@ -215,6 +217,7 @@ def read_delta_net(f: Fields, root: str) -> list[Layer]:
 
 
 def delta_net(f: Fields, name: str) -> StateLayer:
+    """A gated delta net, by the ``linear_*`` fields of Qwen3-Next and its kin."""
     return StateLayer(
         name,
         "gdn",

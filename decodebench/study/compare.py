@@ -72,7 +72,7 @@ def compare(
         before, after = sides[0][key], sides[1][key]
         for metric in metrics:
             x, y = before.get(metric), after.get(metric)
-            if pd.isna(x) or pd.isna(y):
+            if x is None or y is None or pd.isna(x) or pd.isna(y):
                 continue
             low, high = _ratio_spread(before, after, metric)
             told, why = _told_apart(before, repeated.get(key), after, metric)

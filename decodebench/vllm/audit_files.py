@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from decodebench.layout.layout import Layout
 
 if TYPE_CHECKING:
     import pandas
+    from vllm import LLM
 
 #: what the first line of a file says it is
 FORMAT = "decodebench audit 1"
@@ -53,14 +54,17 @@ class AuditedLayout:
 
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
+        """All layers, group after group; a layer's position here is its layer index."""
         return tuple(name for group in self.groups for name in group.layer_names)
 
     @cached_property
     def layer_index(self) -> dict[str, int]:
+        """layer → its position in ``layer_names``."""
         return {name: i for i, name in enumerate(self.layer_names)}
 
     @cached_property
     def group_of(self) -> dict[str, int]:
+        """layer → its group's position in ``groups``."""
         return {name: g for g, group in enumerate(self.groups) for name in group.layer_names}
 
 
@@ -150,7 +154,7 @@ def read_audit(path: str | Path) -> Audit:
         return tuple(dict.fromkeys(x for audit in audits for x in getattr(audit, name)))
 
     return Audit(
-        layout,
+        _as_layout(layout),
         workers[0].facts["source"],
         tuple(name for audit in audits for name in audit.request_ids),
         counts,
@@ -184,7 +188,7 @@ def audit_steps(path: str | Path) -> pandas.DataFrame:
     )
 
 
-def audit_file_of(llm) -> Path:
+def audit_file_of(llm: LLM) -> Path:
     """The file in which the first worker of an ``LLM`` writes its audit."""
     transfer = llm.llm_engine.vllm_config.kv_transfer_config
     if transfer is None:
@@ -193,7 +197,7 @@ def audit_file_of(llm) -> Path:
     return audit_path(options.get("audit_file"), transfer.engine_id)
 
 
-def audit(llm) -> Audit:
+def audit(llm: LLM) -> Audit:
     """The audit of an ``LLM`` started with ``audit`` "plan" or "bytes"; for servers see ``read_audit``."""
     return read_audit(audit_file_of(llm))
 
@@ -278,7 +282,7 @@ def _step(line: Mapping, layout: AuditedLayout, source: str) -> tuple[dict[str, 
     }
     facts = {name: value for name, value in line.items() if name not in ("counts", "findings")}
     facts["step"] = _count(line["step"])
-    return facts, Audit(layout, source, requests, counts.astype(np.int64), findings, **clauses)
+    return facts, Audit(_as_layout(layout), source, requests, counts.astype(np.int64), findings, **clauses)
 
 
 def _finding(found: Mapping, layout: AuditedLayout) -> Finding:
@@ -315,6 +319,11 @@ def _joined(workers: Sequence[_Worker]) -> AuditedLayout:
     return AuditedLayout(tuple(groups[number] for number in sorted(groups)))
 
 
+def _as_layout(layout: AuditedLayout) -> Layout:
+    """What an ``Audit`` asks of its layout, groups and layers by name, a file's groups answer as well."""
+    return cast(Layout, layout)
+
+
 def _in_layout(audit: Audit, own: AuditedLayout, layout: AuditedLayout) -> Audit:
     """A worker's audit with the groups and layers of all."""
     if own == layout:
@@ -327,7 +336,7 @@ def _in_layout(audit: Audit, own: AuditedLayout, layout: AuditedLayout) -> Audit
         for f in audit.findings
     )
     return Audit(
-        layout,
+        _as_layout(layout),
         audit.source,
         audit.request_ids,
         counts,

@@ -8,7 +8,7 @@ decodebench uses.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -26,6 +26,15 @@ from decodebench.vllm.stats import DecodeBenchStats
 from decodebench.vllm.step_audit import StepAuditor
 from decodebench.vllm.tables import LiveTables, tables_of
 from decodebench.vllm.translate import layout_of, owned_groups, without_shared_layers
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -55,7 +64,9 @@ class RequestRefused(DecodebenchError):
 class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     """Stands in for a prefill: fills each group's blocks before a request's first decode step."""
 
-    def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.options: Options = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         warning = check_version(vllm.__version__, self.options.strict)
@@ -86,11 +97,11 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler -------------------------------------------------------------------------------
 
-    def get_loaded_kv_cache_group_ids(self, request) -> tuple[int, ...]:
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All of them: where a group is left out, vLLM computes its last window again."""
         return self._kv_cache_config.transfer_group_ids
 
-    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         if getattr(request.sampling_params, "prompt_logprobs", None) is not None:
             raise RequestRefused(
                 f"request {request.request_id!r} asks for prompt_logprobs, but a prompt that is stood in for is "
@@ -102,13 +113,15 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.request_preempted(request.request_id)
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         table = blocks.get_block_ids()
         self.scheduler.update_state_after_alloc(request, table, num_external_tokens)
         if self.options.audit != "off" and num_external_tokens:
             self._tables.admit(request, table, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         fill = self.scheduler.build_connector_meta()
         meta = StepMetadata(fill, counters=dict(self.scheduler.counters))
         if self.options.audit != "off":
@@ -116,15 +129,15 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
             meta.admitted, meta.running = self._tables.of_step(scheduler_output, resolve)
         return meta
 
-    def request_finished(self, request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finished(request)
 
     def request_finished_all_groups(
-        self, request, block_ids: tuple[list[int], ...]
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._finished(request)
 
-    def _finished(self, request) -> tuple[bool, None]:
+    def _finished(self, request: Request) -> tuple[bool, None]:
         self.scheduler.request_finished(request.request_id)
         self._preemptions.pop(request.request_id, None)
         self._tables.forget(request.request_id)
@@ -132,13 +145,13 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker ----------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         kv_caches = without_shared_layers(self.layout, kv_caches)
         if self._auditor is not None:
             self._auditor.register(kv_caches)
         self.worker.register_kv_caches(kv_caches)
 
-    def start_load_kv(self, forward_context, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         meta = self._get_connector_metadata().of_groups(self._kept)
         if not meta.fill.requests:
             if self._auditor is not None:
@@ -154,7 +167,9 @@ class GroupedDecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.worker.wait_for_layer_load(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer, attn_metadata, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any
+    ) -> None:
         """Nothing is saved."""
 
     def wait_for_save(self) -> None:

@@ -12,8 +12,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from decodebench.models.load import DATA
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
 
 #: models of data/models that a CPU runs in no time, one for each kind of hybrid
 TINY = ("tiny-nemotron-h", "tiny-granite-hybrid", "tiny-gemma3", "tiny-llama")
@@ -40,7 +44,8 @@ CONNECTORS = {
 
 def kv_transfer_config(connector: str, **options) -> dict:
     """What ``--kv-transfer-config`` (or ``LLM(kv_transfer_config=…)``) takes for a connector."""
-    config = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
+    config: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+    config["kv_connector_extra_config"] = options
     if CONNECTORS.get(connector):
         config["kv_connector_module_path"] = CONNECTORS[connector]
     return config
@@ -73,7 +78,7 @@ def engine(
     connector: str | None = "GroupedDecodeBenchConnector",
     options: Mapping | None = None,
     **llm_arguments,
-) -> Iterator[object]:
+) -> Iterator[LLM]:
     """An ``LLM`` with a connector; shut down on leaving.
 
     ``model``: a path or name vLLM knows; or a ``config.json`` as a dictionary or one of
@@ -128,7 +133,7 @@ def kernel_blocks(tokens: int) -> Iterator[None]:
         CPUAttentionBackend.get_supported_kernel_block_sizes = before
 
 
-def generate(llm, prompts: Sequence[Sequence[int]], max_tokens: int = 2):
+def generate(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int = 2) -> list[RequestOutput]:
     """Greedy decoding of prompts given as token ids; end-of-sequence tokens are ignored."""
     from vllm import SamplingParams
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decodebench.errors import DecodebenchError
@@ -15,6 +16,7 @@ from decodebench.vllm.launch import engine, prompts
 
 if TYPE_CHECKING:
     import pandas
+    from vllm import LLM
 
 #: how a prompt's cache comes about → the connector that does it
 ADMISSIONS = {
@@ -29,7 +31,7 @@ class EngineMeasurementRefused(DecodebenchError):
 
 
 def measure_decode(
-    model,
+    model: str | Path | Mapping | LLM,
     contexts: int | Sequence[int] = (1000,),
     batch: int = 4,
     steps: int = 32,
@@ -125,7 +127,8 @@ def _run(llm, lengths: list[int], steps: int) -> list[tuple[str, float]]:
     vocabulary = core.vllm_config.model_config.get_vocab_size()
     for number, prompt in enumerate(prompts(lengths, vocabulary)):
         core.add_request(f"decode-{number}", {"prompt_token_ids": prompt}, params)
-    timed, started = [], set()
+    timed: list[tuple[str, float]] = []
+    started: set[str] = set()
     while core.has_unfinished_requests():
         resident = len(started) == len(lengths)
         began = time.perf_counter()

@@ -37,6 +37,7 @@ class Options:
 
     @property
     def values(self) -> Values:
+        """What the connector fills with: a constant, or normal values from a bank of 4 MiB a dtype."""
         if self.std == 0:
             return Constant(self.mean)
         return Normal(self.mean, self.std, self.seed, bank_bytes=4 << 20)

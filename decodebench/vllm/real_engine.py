@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decodebench.measure.provenance import provenance
 from decodebench.shipped import shipped
@@ -31,17 +32,17 @@ STORED = shipped("data/results/real-engine.json")
 LENGTHS = (1000, 700, 129, 130, 1025)
 
 #: connector → its name in tables, and the options it is audited with
-CONNECTORS = {
+CONNECTORS: dict[str, tuple[str, dict]] = {
     "GroupedDecodeBenchConnector": ("grouped (ours)", {"audit": "bytes", "std": 0.02}),
     "AuditedBuiltinConnector": ("built-in", {}),
 }
 #: setting → (kernel block size, further engine arguments, models)
-SETTINGS = {
+SETTINGS: dict[str, tuple[int | None, dict, Sequence[str]]] = {
     "bf16, prefix caching": (None, {}, TINY),
     "fp8, no prefix caching": (None, {"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, TINY),
     "bf16, kernel blocks of 32": (32, {}, ("tiny-gemma3", "tiny-llama")),
 }
-LATENCY = {"contexts": (500, 2000), "batch": 4, "steps": 24}
+LATENCY: dict[str, Any] = {"contexts": (500, 2000), "batch": 4, "steps": 24}
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,14 @@ def read_study(path: str | Path = STORED) -> Study:
     import pandas
 
     stored = json.loads(Path(path).read_text())
-    tables = (pandas.DataFrame(stored[name]) for name in ("coverage", "latency"))
-    return Study(*tables, stored["provenance"])
+    steps = pandas.DataFrame(stored["latency"])
+    return Study(pandas.DataFrame(stored["coverage"]), steps, stored["provenance"])
 
 
-def coverage(lengths=LENGTHS, settings=SETTINGS) -> list[dict]:
+def coverage(
+    lengths: Sequence[int] = LENGTHS,
+    settings: Mapping[str, tuple[int | None, dict, Sequence[str]]] = SETTINGS,
+) -> list[dict]:
     """Audits of both connectors: one record a model, setting, connector and group."""
     records = []
     for setting, (tokens, arguments, models) in settings.items():
@@ -80,7 +84,7 @@ def coverage(lengths=LENGTHS, settings=SETTINGS) -> list[dict]:
     return records
 
 
-def latency(models=TINY) -> list[dict]:
+def latency(models: Iterable[str] = TINY) -> list[dict]:
     """Engine step times, one record a step; real prefill and the built-in connector beside ours."""
     records = []
     for model in models:
@@ -91,6 +95,7 @@ def latency(models=TINY) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Measure, and write the result where ``--out`` says (by default over the stored one)."""
     parser = argparse.ArgumentParser(
         "python -m decodebench.vllm.real_engine", description=__doc__.split("\n")[0]
     )
@@ -123,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
             name: stored[name] for name in ("commit", "date") if name in stored
         }
         settings["latency"] = stored["settings"]["latency"]
-    result = {"provenance": provenance(settings, seed=0), "coverage": coverage()}
+    result: dict[str, Any] = {"provenance": provenance(settings, seed=0), "coverage": coverage()}
     result["latency"] = kept["latency"] if asked.coverage_only else latency()
     for row in result["latency"]:
         row["seconds"] = round(row["seconds"], 7)

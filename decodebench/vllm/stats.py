@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+if TYPE_CHECKING:
+    from decodebench.cache.write import FillReport
+    from decodebench.coverage.result import Audit
 
 
 @dataclass
@@ -16,7 +21,7 @@ class DecodeBenchStats(KVConnectorStats):
     """
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> DecodeBenchStats:
         for name, number in other.data.items():
@@ -44,7 +49,8 @@ class DecodeBenchStats(KVConnectorStats):
         taken, self.data = DecodeBenchStats(data=self.data), {}
         return taken
 
-    def record_fill(self, report, requests: int) -> None:
+    def record_fill(self, report: FillReport, requests: int) -> None:
+        """Add one step's fill: its requests, blocks, bytes and seconds."""
         self.aggregate(
             DecodeBenchStats(
                 data={
@@ -56,7 +62,7 @@ class DecodeBenchStats(KVConnectorStats):
             )
         )
 
-    def record_audit(self, audit) -> None:
+    def record_audit(self, audit: Audit) -> None:
         """``audit``: one step's ``coverage.Audit``; what it could not see or reconcile counts as a fault."""
         faults = sum(finding.pages(audit.layout) for finding in audit.findings)
         faults += len(audit.disagreements) + len(audit.unseen)

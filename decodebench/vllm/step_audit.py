@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from decodebench.cache.bind import bind
-from decodebench.cache.connector import startup_groups
+from decodebench.cache.connector import ConnectorMetadata, startup_groups
 from decodebench.cache.readback import WRONG, inspect_pages
 from decodebench.cache.tensors import POISON, Cache
 from decodebench.cache.values import Values
+from decodebench.cache.write import FillReport
 from decodebench.coverage.from_bytes import explained, states_of_fill, states_of_hit
 from decodebench.coverage.from_plan import blocks_of, plan_audit, plan_suspects
 from decodebench.coverage.origins import Origins
@@ -38,14 +40,24 @@ from decodebench.coverage.result import (
 )
 from decodebench.errors import DecodebenchError
 from decodebench.layout.layout import Layout
-from decodebench.layout.pool import NULL_BLOCK, Batch
+from decodebench.layout.pool import NULL_BLOCK, Batch, RequestBlocks
 from decodebench.vllm.audit_files import audit_path, header, record
 from decodebench.vllm.options import Options
 from decodebench.vllm.step_reads import opened_blocks, step_reads
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 class AuditFailed(DecodebenchError):
     """A strict audit found pages that decode reads and nobody filled, or writes outside them."""
+
+
+class StepTables(Protocol):
+    """What the audit asks of a step's metadata: block tables of the requests filled, and of the others."""
+
+    admitted: tuple[RequestBlocks, ...]
+    running: tuple[RequestBlocks, ...]
 
 
 class StepAuditor:
@@ -80,8 +92,17 @@ class StepAuditor:
 
     @classmethod
     def for_engine(
-        cls, layout, values, options: Options, vllm_config, rank: int, group_numbers: Sequence[int]
+        cls,
+        layout: Layout,
+        values: Values,
+        options: Options,
+        vllm_config: VllmConfig,
+        rank: int,
+        group_numbers: Sequence[int],
     ) -> StepAuditor:
+        """The auditor of a worker, by an engine's config; raises ``DecodebenchError`` for a file it cannot
+        write.
+        """
         transfer = vllm_config.kv_transfer_config
         path = audit_path(options.audit_file, transfer.engine_id, rank)
         return cls(layout, values, options, path, rank, transfer.kv_connector, group_numbers)
@@ -96,7 +117,9 @@ class StepAuditor:
         if self.options.audit == "bytes":
             self.cache = bind(self.layout, kv_caches)
 
-    def before_fill(self, meta, forward_context=None, attn_metadata=None) -> None:
+    def before_fill(
+        self, meta: StepTables, forward_context: object = None, attn_metadata: object = None
+    ) -> None:
         """See what the step reads, poison what the fill must write of it, and remember every page.
 
         ``attn_metadata``: where the step runs without a forward context of its own (whole graphs).
@@ -116,19 +139,20 @@ class StepAuditor:
         for layer, blocks in self._fresh.items():
             self.cache.pages(layer)[blocks.tolist()] = POISON
         # a fill writes the same bytes again that a prefix hit holds: hits are hidden while it runs
-        self._hidden = {}
+        self._hidden: dict[str, tuple[list[int], torch.Tensor]] = {}
         self._hits = self._hits_of(meta)
-        for number, blocks in enumerate(self._hits):
-            for layer in self.layout.groups[number].layer_names if blocks else ():
-                pages = self.cache.pages(layer)
-                self._hidden[layer] = (blocks, pages[blocks].clone())
-                pages[blocks] = POISON
+        for number, hits in enumerate(self._hits):
+            for layer in self.layout.groups[number].layer_names if hits else ():
+                page = self.cache.pages(layer)
+                self._hidden[layer] = (hits, page[hits].clone())
+                page[hits] = POISON
         self._before = self._pages()
 
-    def after_fill(self, meta, report) -> Audit:
+    def after_fill(self, meta: StepTables, report: FillReport | None) -> Audit:
         """The step's audit, written down as one line; with ``strict`` faults are an error."""
         fill = getattr(meta, "fill", None)
         if self.cache is None:
+            assert fill is not None  # only our connector takes audit="plan"
             startup, required = self.options.startup_fill, self.reads.pages
             audit = plan_audit(self.layout, self.batch, fill, None, startup, required, self.values)
             audit = self._with_reads(audit)
@@ -138,7 +162,7 @@ class StepAuditor:
         self._write(audit, report, getattr(meta, "counters", {}))
         return audit
 
-    def _write(self, audit: Audit, report, counters: Mapping[str, int]) -> None:
+    def _write(self, audit: Audit, report: FillReport | None, counters: Mapping[str, int]) -> None:
         facts = {
             "step": self.step,
             "fill_seconds": report.seconds if report else None,
@@ -150,7 +174,7 @@ class StepAuditor:
         if self.options.strict and not audit.ok:
             raise AuditFailed(audit.verdict)
 
-    def later_step(self, forward_context=None, attn_metadata=None) -> None:
+    def later_step(self, forward_context: object = None, attn_metadata: object = None) -> None:
         """A step that fills nothing: blocks that its tokens open must hold finite numbers.
 
         Written down only where they do not. The engine calls this behind the step.
@@ -163,6 +187,12 @@ class StepAuditor:
         if tally.findings:
             self._write(tally.result(), None, {})
 
+    @property
+    def _held(self) -> Cache:
+        """The cache whose bytes are looked at; there with ``audit="bytes"`` alone."""
+        assert self.cache is not None
+        return self.cache
+
     def _with_reads(self, audit: Audit) -> Audit:
         return replace(
             audit,
@@ -172,19 +202,19 @@ class StepAuditor:
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    def _by_bytes(self, meta, fill) -> Audit:
+    def _by_bytes(self, meta: StepTables, fill: ConnectorMetadata | None) -> Audit:
         layout, tally = self.layout, Tally(self.layout, self.batch, "bytes")
         self._find_outside(tally, meta)
-        for layer, (blocks, content) in self._hidden.items():
-            self.cache.pages(layer)[blocks] = content
+        for name, (hits, content) in self._hidden.items():
+            self._held.pages(name)[hits] = content
         asked = _blocks(layout, ((pages, slice(None)) for pages in (*self.reads.pages, *self.kept)))
         states = []
         for number, group in enumerate(layout.groups):
             look = np.zeros(layout.num_blocks_of(number), dtype=bool)
-            for layer in group.layer_names:
-                look[_existing(asked.get(layer), len(look))] = True
+            for name in group.layer_names:
+                look[_existing(asked.get(name), len(look))] = True
             states.append(
-                inspect_pages(self.cache, number, self.values, torch.from_numpy(look)).states.numpy()
+                inspect_pages(self._held, number, self.values, torch.from_numpy(look)).states.numpy()
             )
         self._clear_padding()
         wrong = [np.zeros_like(found, dtype=bool) for found in states]
@@ -226,16 +256,16 @@ class StepAuditor:
                     blocks = pages.block_ids[bad & which]
                     tally.find(pages.group, layer, blocks, state, FOR_LATER_HITS, pages.request)
         self._find_behind(tally, self._metadata)
-        origins = Origins.of(self.cache, self.values, wrong)
+        origins = Origins.of(self._held, self.values, wrong)
         for pages, layer, ids in short:
             for blocks, state, detail in explained(origins, states, pages, layer, ids):
                 tally.find(pages.group, layer, blocks, state, detail, pages.request)
-        suspects = ()
+        suspects: tuple[str, ...] = ()
         if tally.findings and fill is not None:
             suspects = plan_suspects(layout, self.batch, blocks_of(layout, fill))
         return tally.result(suspects, self.reads.disagreements, self.reads.unseen)
 
-    def _find_behind(self, tally: Tally, metadata) -> None:
+    def _find_behind(self, tally: Tally, metadata: object) -> None:
         """Blocks that the step's tokens open, of any request, in which a number is not finite.
 
         The step reads none of them, but kernels that work on whole tiles weight what lies behind a
@@ -243,14 +273,14 @@ class StepAuditor:
         """
         for (group, layer), blocks in opened_blocks(self.layout, metadata, self.kernel_blocks).items():
             name = self.layout.groups[group].layer_names[layer]
-            if not any(part.zeros_only for part in self.cache.parts(name)):
+            if not any(part.zeros_only for part in self._held.parts(name)):
                 tally.find(group, layer, self._not_finite(name, blocks), "wrong", NOT_FINITE)
 
     def _not_finite(self, layer: str, blocks: list[int]) -> list[int]:
         """Those of some blocks in which a number of this layer is infinite or NaN."""
         bad = np.zeros(len(blocks), dtype=bool)
-        for part in range(len(self.cache.parts(layer))):
-            numbers = self.cache.flat(layer, part)
+        for part in range(len(self._held.parts(layer))):
+            numbers = self._held.flat(layer, part)
             if numbers.element_size() == 1:  # fp8: not every build indexes or compares it
                 numbers = numbers.view(torch.uint8)[blocks].view(numbers.dtype)
             else:
@@ -266,16 +296,16 @@ class StepAuditor:
         missing fills show in what is decoded.
         """
         for layer, blocks in self._fresh.items():
-            pages, end = self.cache.pages(layer), 0
+            pages, end = self._held.pages(layer), 0
             if pages.ndim == 3:  # nothing lies between or behind the pieces of a page
                 continue
-            for part in (*sorted(self.cache.parts(layer), key=lambda part: part.offset), None):
+            for part in (*sorted(self._held.parts(layer), key=lambda part: part.offset), None):
                 start = pages.shape[1] if part is None else part.offset
                 if end < start:
                     pages[blocks.tolist(), end:start] = 0
                 end = 0 if part is None else part.offset + part.nbytes
 
-    def _hits_of(self, meta) -> list[list[int]]:
+    def _hits_of(self, meta: StepTables) -> list[list[int]]:
         """Blocks per group that this step's requests took from the prefix cache and none of them fills."""
         found = []
         for number in range(len(self.layout.groups)):
@@ -288,14 +318,14 @@ class StepAuditor:
 
     def _pages(self) -> dict[tuple[int, int], torch.Tensor]:
         """(address, block stride) of each distinct region of pages → one checksum a block."""
-        sums = {}
+        sums: dict[tuple[int, int], torch.Tensor] = {}
         for layer in self.layout.layer_names:
-            pages = self.cache.pages(layer)
+            pages = self._held.pages(layer)
             if _place(pages) not in sums:
                 sums[_place(pages)] = checksums(pages)
         return sums
 
-    def _find_outside(self, tally: Tally, meta) -> None:
+    def _find_outside(self, tally: Tally, meta: StepTables) -> None:
         """Pages that changed though no filled request owns them: stray and clobbered.
 
         Groups lie in the same bytes. A changed page counts for the group of the block's owner where
@@ -311,15 +341,15 @@ class StepAuditor:
         }
         writable = [set(np.nonzero(pages)[0].tolist()) for pages in written_blocks(layout, self.batch)]
         lying: dict[tuple[int, int], dict[int, int]] = {}
-        for number, group in enumerate(layout.groups):
-            for layer, name in enumerate(group.layer_names):
-                lying.setdefault(_place(self.cache.pages(name)), {}).setdefault(number, layer)
+        for number, spec in enumerate(layout.groups):
+            for layer, name in enumerate(spec.layer_names):
+                lying.setdefault(_place(self._held.pages(name)), {}).setdefault(number, layer)
         own = [{b for r in meta.admitted for b in r.block_ids[g]} for g in range(len(layout.groups))]
         for place, after in self._pages().items():
             changed: dict[tuple[int, str, str], list[int]] = {}
             for block in (after != self._before[place]).nonzero().flatten().tolist():
                 owner = owners.get(block)
-                group = owner if owner in lying[place] else next(iter(lying[place]))
+                group = owner if owner is not None and owner in lying[place] else next(iter(lying[place]))
                 if owner == group and block in writable[group]:
                     continue
                 if owner is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,16 +54,18 @@ def step_reads(
     engine's module, whose window counts. ``kernel_blocks``: layer → blocks of its kernel in one of
     ours (1 where absent).
     """
-    parts = attn_metadata if isinstance(attn_metadata, list | tuple) else [attn_metadata]
-    parts = [part for part in parts if part]
+    parts = _parts(attn_metadata)
     planned = _by_layer(required_pages(layout, batch))
-    pages, told, unseen = [], {}, {}
+    pages: list[RequiredPages] = []
+    told: dict[tuple[int, int, str], list[str]] = {}
+    unseen: dict[str, list[str]] = {}
     readings: dict[tuple, list[Reading] | None] = {}  # layers of a group share their metadata
     for group, spec in enumerate(layout.groups):
         owner = _owner(layout, batch, group)
         for layer, (name, layer_spec) in enumerate(zip(spec.layer_names, spec.layer_specs)):
             module, ratio = (layers or {}).get(name), (kernel_blocks or {}).get(name, 1)
-            found, sequences = [part[name] for part in parts if name in part], []
+            found = [part[name] for part in parts if name in part]
+            sequences: list[list[Reading] | None] = []
             for metadata in found:
                 key = (group, id(metadata), layer_spec, _window(layer_spec, module), ratio)
                 if key not in readings:
@@ -73,12 +76,12 @@ def step_reads(
                 unseen.setdefault(f"{describe(layout, group)} ({what})", []).append(name)
                 pages += [r for (_, g, j), r in planned.items() if (g, j) == (group, layer)]
                 continue
-            seen = _seen(sequences, owner)
+            seen = _seen([part for part in sequences if part is not None], owner)
             for request, blocks in enumerate(batch.requests):
                 plan = planned.get((request, group, layer))
                 plan_ids = set() if plan is None else set(plan.block_ids.tolist())
                 if request not in seen:
-                    if plan_ids:
+                    if plan is not None and plan_ids:
                         where = (request, group, "no sequence of the step writes into its blocks")
                         told.setdefault(where, []).append(name)
                         pages.append(plan)
@@ -112,14 +115,14 @@ def opened_blocks(
     layout: Layout, attn_metadata: object, kernel_blocks: Mapping[str, int] | None = None
 ) -> dict[tuple[int, int], list[int]]:
     """(group, layer) → blocks of attention that begin with a token which the step computes."""
-    parts = attn_metadata if isinstance(attn_metadata, list | tuple) else [attn_metadata]
+    parts = _parts(attn_metadata)
     opened: dict[tuple[int, int], list[int]] = {}
     known: dict[tuple, list[int]] = {}
     for group, spec in enumerate(layout.groups):
         for layer, (name, layer_spec) in enumerate(zip(spec.layer_names, spec.layer_specs)):
             if layer_spec.holds_state or not layer_spec.written_by_steps:
                 continue
-            for metadata in (part[name] for part in parts if part and name in part):
+            for metadata in (part[name] for part in parts if name in part):
                 key = (group, id(metadata), layer_spec)
                 if key not in known:
                     ratio = (kernel_blocks or {}).get(name, 1)
@@ -129,6 +132,12 @@ def opened_blocks(
                 if known[key]:
                     opened.setdefault((group, layer), []).extend(known[key])
     return opened
+
+
+def _parts(attn_metadata: Any) -> list[Mapping[str, object]]:
+    """layer → metadata, one a microbatch; those without any left out."""
+    parts = attn_metadata if isinstance(attn_metadata, list | tuple) else [attn_metadata]
+    return [part for part in parts if part]
 
 
 def _by_layer(required: Sequence[RequiredPages]) -> dict[tuple[int, int, int], RequiredPages]:
@@ -268,7 +277,7 @@ def _array(holder: object, *names: str) -> np.ndarray | None:
     """The first of these attributes that holds a tensor, as int64 on the CPU."""
     for name in names:
         tensor = getattr(holder, name, None)
-        if hasattr(tensor, "detach"):
+        if tensor is not None and hasattr(tensor, "detach"):
             return tensor.detach().cpu().numpy().astype(np.int64)
     return None
 

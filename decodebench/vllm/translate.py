@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 import vllm
@@ -22,6 +23,10 @@ from decodebench.layout.placement import KVCacheTensor
 from decodebench.models import specs
 from decodebench.vllm import compat
 
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.config import VllmConfig
+
 
 class UnknownToDecodebench(errors.DecodebenchError):
     """Something in vLLM's KV cache that has no description here."""
@@ -31,12 +36,12 @@ class UnknownToDecodebench(errors.DecodebenchError):
 FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
-def dtype_name(dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     """torch's name of a dtype, without the module."""
     return str(dtype).removeprefix("torch.")
 
 
-def layout_of(kv_cache_config: v.KVCacheConfig, vllm_config=None) -> Layout:
+def layout_of(kv_cache_config: v.KVCacheConfig, vllm_config: VllmConfig | None = None) -> Layout:
     """The layout of a running engine (or of one worker's share of it).
 
     ``vllm_config`` supplies what vLLM's ``Layout`` leaves out: the fp8 type behind uint8
@@ -233,7 +238,7 @@ def _address(tensors) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in listed)
 
 
-def layout_of_engine(llm) -> Layout:
+def layout_of_engine(llm: LLM) -> Layout:
     """The layout of an ``LLM`` whose engine runs in this process."""
     config = llm.llm_engine.vllm_config
     core = llm.llm_engine.engine_core.engine_core

@@ -6,6 +6,7 @@ import pytest
 
 from decodebench.forecast.bound import bound
 from decodebench.forecast.quantization import QuantizationError, formats
+from decodebench.models.fields import ConfigError
 from decodebench.models.load import load_model
 
 
@@ -106,9 +107,10 @@ def test_a_file_beside_the_config_is_read(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         assert bound(path, "h100").weight_bytes < 0.5 * plain
     assert bound(tmp_path, "h100", quantization=None).weight_bytes == plain
-    (tmp_path / "hf_quant_config.json").write_text("{")
-    with pytest.raises(QuantizationError, match="hf_quant_config.json: not JSON"):
-        bound(tmp_path, "h100")
+    for broken in ("{", "[]"):
+        (tmp_path / "hf_quant_config.json").write_text(broken)
+        with pytest.raises(ConfigError, match="hf_quant_config.json: not a JSON object: repair it"):
+            bound(tmp_path, "h100")
 
 
 @pytest.mark.parametrize(

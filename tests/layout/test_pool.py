@@ -73,7 +73,7 @@ def test_encoder_tokens_decide_cross_attention():
     manager = KVCacheManager(layout)
     assert len(manager.allocate(Request("a", 5, encoder_tokens=17)).block_ids[0]) == 2
     assert manager.allocate(Request("b", 5, encoder_tokens=0)).block_ids[0] == ()
-    with pytest.raises(BlockError, match="49 encoder tokens.*group 0.*at most 48"):
+    with pytest.raises(BlockError, match="group 0.*49 encoder tokens.*at most 48"):
         manager.allocate(Request("c", 5, encoder_tokens=49))
 
 

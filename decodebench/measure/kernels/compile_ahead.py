@@ -15,10 +15,11 @@ import csv
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from decodebench.cache import triton_rows
 from decodebench.cache.triton_launch import Launch
+from decodebench.cache.values import Window
 from decodebench.errors import DecodebenchError
 from decodebench.layout.plan import plan
 from decodebench.measure.kernels import splits, triton_ops
@@ -117,8 +119,16 @@ class Attention:
         q = torch.empty(len(ranges), self.heads, self.dk, dtype=q_type, device="meta")
         out = torch.empty(len(ranges), self.heads, self.dv, dtype=q_type, device="meta")
         plan = triton_ops.Plan(ranges)
-        where = {"scale": 1.0, "v_offset": 0 if self.latent else self.dk, "arch": chip.sm}
-        return triton_ops.attention_launches(q, page.transpose(1, 2), table, plan, out, **where)
+        v_offset = 0 if self.latent else self.dk
+        return triton_ops.attention_launches(
+            q, page.transpose(1, 2), table, plan, out, scale=1.0, v_offset=v_offset, arch=chip.sm
+        )
+
+    @property
+    def geometry(self) -> str:
+        """What tells this shape from others of its model: "32/8 heads of 128+128, blocks of 16"."""
+        sizes = f"{self.dk} (latent, {self.dv})" if self.latent else f"{self.dk}+{self.dv}"
+        return f"{self.heads}/{self.kv_heads} heads of {sizes}, blocks of {self.entries}"
 
     @property
     def token_bytes(self) -> int:
@@ -164,6 +174,11 @@ class State:
         return triton_ops.state_launches(self.kind, parts, rows, inputs)[0]
 
     @property
+    def geometry(self) -> str:
+        """The shapes of its parts: "3×8192, 8192×16"."""
+        return ", ".join("×".join(map(str, part)) for part in (self.conv, self.state) if part)
+
+    @property
     def request_bytes(self) -> int:
         """Bytes that one request's step reads, and writes again."""
         recurrent = torch.Size(self.state).numel() * self.dtype.itemsize if self.state else 0
@@ -189,9 +204,22 @@ def fill_launches() -> dict[str, Launch]:
         bank = torch.empty(8 << 20, dtype=bits, device="meta")
         name = f"{8 * bits.itemsize} bits"
         found[f"constant {name}"] = triton_rows.launch(target, rows, 15478, None)
-        window = {"bank": bank, "period": 782910, "shift": 31, "shift_of_layer": 31, "shift_of_block": 4099}
+        window = Window(bank=bank, period=782910, shift=31, shift_of_layer=31, shift_of_block=4099)
         found[f"noise {name}"] = triton_rows.launch(target, rows, None, window)
     return found
+
+
+def dtype_name(shape: Attention | State) -> str:
+    """The dtype of its cache without torch's prefix."""
+    return str(shape.dtype).removeprefix("torch.")
+
+
+def context_text(ranges: tuple[tuple[int, int], ...]) -> str:
+    """The lengths of a batch: "4096" where all are alike, else "7x512+1x8192"."""
+    lengths = [stop - start for start, stop in ranges]
+    if len(set(lengths)) == 1:
+        return str(lengths[0])
+    return "+".join(f"{lengths.count(n)}x{n}" for n in sorted(set(lengths)))
 
 
 # -- judged by the model ---------------------------------------------------------------------------
@@ -202,6 +230,7 @@ class Modelled:
     """A step of one layer on a card as its machine code promises it: a row of the table.
 
     ``kernels``: ``source_hash`` of the kernels, or the commit of kernels that are no more.
+    ``geometry``: query and KV heads, head sizes and tokens a block of an attention; a state's shapes.
 
     ``kernel_share``, ``layer_share``: the time that the bytes need at ``REACHABLE`` of the data sheet's
     bandwidth (for latent attention the products, where they take longer), over the modelled time of
@@ -211,6 +240,7 @@ class Modelled:
     kernels: str
     kernel: str
     shape: str
+    geometry: str
     dtype: str
     card: str
     batch: int
@@ -258,19 +288,16 @@ def attention_step(attention: Attention, chip: Chip, ranges: tuple[tuple[int, in
     if attention.latent:
         flops = 2 * attention.heads * (attention.dk + attention.dv) * sum(b - a for a, b in ranges)
         limit = max(limit, flops / (chip.tensor_flops[0] * chip.multiprocessors * chip.clock))
-    lengths = [b - a for a, b in ranges]
-    alike = len(set(lengths)) == 1
-    text = str(lengths[0]) if alike else "+".join(f"{lengths.count(n)}x{n}" for n in sorted(set(lengths)))
     kib, need = (x / 1024 for x in bytes_ahead(code, chip, tile_bytes, built.tiles_ahead))
-    name = str(attention.dtype).removeprefix("torch.")
     return Modelled(
         source_hash(),
         "attention",
         attention.name,
-        name,
+        attention.geometry,
+        dtype_name(attention),
         chip.name,
         len(ranges),
-        text,
+        context_text(ranges),
         code.registers,
         code.stack_bytes,
         round(code.shared_bytes / 1024, 1),
@@ -303,7 +330,8 @@ def state_layer(state: State, chip: Chip, batch: int) -> Modelled:
         source_hash(),
         state.kind,
         state.name,
-        str(state.dtype).removeprefix("torch."),
+        state.geometry,
+        dtype_name(state),
         chip.name,
         batch,
         "",
@@ -336,6 +364,7 @@ BATCHES = {
 }
 
 
+@cache
 def source_hash() -> str:
     """What the kernels and their tiles are written as, in twelve digits: a table of other ones is out of date."""
     files = (triton_ops.__file__, splits.__file__)
@@ -361,7 +390,7 @@ def model_shapes() -> list[Attention]:
                 heads = layout.model.query_heads(layer, 1)
                 entries, kv_heads, _ = part.shape
                 kind = getattr(torch, part.dtype)
-                dv = rank if latent else spec.head_size_v
+                dv = rank if latent else spec.head_size_v or 0
                 shape = Attention(name, heads, kv_heads, spec.head_size, dv, entries, latent, kind)
                 q = torch.empty(1, heads, spec.head_size, device="meta")
                 view = torch.empty(1, kv_heads, entries, 1, dtype=kind, device="meta")
@@ -371,34 +400,83 @@ def model_shapes() -> list[Attention]:
     return list(found.values())
 
 
-def modelled(cards: Iterable[str] = tuple(CHIPS), every_model: bool = False) -> Iterator[Modelled]:
+@dataclass(frozen=True)
+class Case:
+    """One row to model: a shape on a card, and the positions of an attention's batch or a state's batch."""
+
+    shape: Attention | State
+    card: str
+    batch: int
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What the table's row of this case holds in ``KEY``'s columns."""
+        context = context_text(self.ranges) if self.ranges else ""
+        shape = self.shape
+        return (
+            source_hash(),
+            shape.name,
+            shape.geometry,
+            dtype_name(shape),
+            self.card,
+            str(self.batch),
+            context,
+        )
+
+    def row(self) -> Modelled:
+        """Built and modelled."""
+        if isinstance(self.shape, State):
+            return state_layer(self.shape, CHIPS[self.card], self.batch)
+        return attention_step(self.shape, CHIPS[self.card], self.ranges)
+
+
+#: the columns that tell a row of the table from every other
+KEY = ("kernels", "shape", "geometry", "dtype", "card", "batch", "context")
+
+
+def cases(cards: Iterable[str] = tuple(CHIPS), every_model: bool = False) -> list[Case]:
     """Every row of the table: attention over several batches, states at 64 MB and more.
 
     ``every_model``: also ``model_shapes``, at 8 × 4096, on one card of each architecture.
     """
-    for attention in ATTENTIONS:
-        for card in cards:
-            for ranges in BATCHES.values():
-                yield attention_step(attention, CHIPS[card], ranges)
+    found = [Case(a, card, len(r), r) for a in ATTENTIONS for card in cards for r in BATCHES.values()]
     for state in STATES:
-        for card in cards:
-            for batch in (8, max(8, -(-(64 << 20) // (2 * state.request_bytes)))):
-                yield state_layer(state, CHIPS[card], batch)
-    for attention in model_shapes() if every_model else ():
-        for card in ("A100", "H200", "B200"):
-            yield attention_step(attention, CHIPS[card], BATCHES["8 × 4096"])
+        large = max(8, -(-(64 << 20) // (2 * state.request_bytes)))
+        found += [Case(state, card, batch) for card in cards for batch in (8, large)]
+    if every_model:
+        ranges = BATCHES["8 × 4096"]
+        found += [Case(a, card, 8, ranges) for a in model_shapes() for card in ("A100", "H200", "B200")]
+    return found
+
+
+def stored_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table, none where the file is not there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:
     """Print and write the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument(
-        "--out", type=Path, help="a CSV file for the rows; rows of other kernels in it are kept"
+        "--out", type=Path, help="a CSV file for the rows; rows of commits long gone in it are kept"
     )
     parser.add_argument("--every-model", action="store_true", help="also every shape of data/models")
+    parser.add_argument(
+        "--missing", action="store_true", help="build only what the file does not hold of these kernels"
+    )
     arguments = parser.parse_args()
-    rows = []
-    for row in modelled(every_model=arguments.every_model):
+    old = stored_rows(arguments.out) if arguments.out else []
+    known = {tuple(row.get(name, "") for name in KEY): row for row in old} if arguments.missing else {}
+    rows: list[dict[str, Any]] = [row for row in old if row["kernels"].startswith("commit ")]
+    for case in cases(every_model=arguments.every_model):
+        if case.key in known:
+            rows.append(known[case.key])
+            continue
+        row = case.row()
         rows.append(asdict(row))
         print(
             f"{row.kernel:10s} {row.shape:13s} {row.dtype:14s} {row.card:5s} {row.batch:4d} × {row.context:14s} "
@@ -408,19 +486,10 @@ def main() -> None:
             flush=True,
         )
     if arguments.out:
-        rows = _others(arguments.out) + rows
         with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer = csv.DictWriter(file, fieldnames=[field.name for field in fields(Modelled)], restval="")
             writer.writeheader()
             writer.writerows(rows)
-
-
-def _others(path: Path) -> list[dict]:
-    """Rows of a table that commits long gone have made."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["kernels"].startswith("commit ")]
 
 
 if __name__ == "__main__":

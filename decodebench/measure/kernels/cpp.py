@@ -44,7 +44,16 @@ def can_attend(q: torch.Tensor, view: torch.Tensor, head_size_v: int, v_offset: 
 
 
 def attend(
-    q, view, table, start, stop, *, scale: float, head_size_v: int, v_offset: int, plan: None = None
+    q: torch.Tensor,
+    view: torch.Tensor,
+    table: torch.Tensor,
+    start: torch.Tensor,
+    stop: torch.Tensor,
+    *,
+    scale: float,
+    head_size_v: int,
+    v_offset: int,
+    plan: None = None,
 ) -> torch.Tensor:
     """``reference.attend`` in float32; ``table`` int32, ``start`` and ``stop`` int64, all contiguous."""
     batch, heads, dk = q.shape
@@ -136,8 +145,8 @@ def state_step(kind: str, parts: dict, rows: torch.Tensor, inputs: dict[str, tor
     return out
 
 
-def _call(source: Path, name: str, *arguments) -> None:
-    converted = []
+def _call(source: Path, name: str, *arguments: torch.Tensor | float | int) -> None:
+    converted: list[ctypes.c_void_p | ctypes.c_double | ctypes.c_int64] = []
     for a in arguments:
         if isinstance(a, torch.Tensor):
             converted.append(ctypes.c_void_p(a.data_ptr()))

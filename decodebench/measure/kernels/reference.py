@@ -163,7 +163,9 @@ def _convolve(conv, rows, x, *, activation: bool, dtype) -> torch.Tensor:
     return F.silu(y) if activation else y
 
 
-def split_mamba2(y: torch.Tensor, heads: int, width: int, n: int):
+def split_mamba2(
+    y: torch.Tensor, heads: int, width: int, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Convolution output [B, H·P + 2·G·N] → x [B, H, P], b, c [B, H, N] (each group's for its heads)."""
     batch = y.shape[0]
     groups = (y.shape[1] - heads * width) // (2 * n)
@@ -172,7 +174,9 @@ def split_mamba2(y: torch.Tensor, heads: int, width: int, n: int):
     return x.view(batch, heads, width), b, c
 
 
-def split_delta(y: torch.Tensor, heads: int, dv: int, dk: int):
+def split_delta(
+    y: torch.Tensor, heads: int, dv: int, dk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Convolution output [B, 2·Hk·K + Hv·V] → unit q·K^-½, unit k [B, Hv, K], v [B, Hv, V]."""
     batch = y.shape[0]
     key_heads = (y.shape[1] - heads * dv) // (2 * dk)
@@ -184,7 +188,11 @@ def split_delta(y: torch.Tensor, heads: int, dv: int, dk: int):
 
 
 def state_inputs(
-    kind: str, parts: dict[str, torch.Tensor], batch: int, random: torch.Generator, device="cpu"
+    kind: str,
+    parts: dict[str, torch.Tensor],
+    batch: int,
+    random: torch.Generator,
+    device: str | torch.device = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Seeded inputs of ``reference.state_step``, float32: decays below one, so that states stay bounded."""
 
@@ -197,7 +205,7 @@ def state_inputs(
         x |= {"x": normal(batch, channels), "weight": normal(channels, length + 1) / (length + 1) ** 0.5}
         x["bias"] = 0.1 * normal(channels)
     state = parts.get("ssm", parts.get("recurrent"))
-    shape = () if state is None else state.shape[1:]
+    shape: tuple[int, ...] = () if state is None else tuple(state.shape[1:])
     if kind == "mamba1":
         channels, n = shape
         x |= {"dt": 0.2 * torch.rand(batch, channels, generator=random), "a": -torch.exp(normal(channels, n))}

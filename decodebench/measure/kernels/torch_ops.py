@@ -64,7 +64,18 @@ def prepare(view: torch.Tensor, table: torch.Tensor, start: torch.Tensor, stop: 
     return pieces
 
 
-def attend(q, view, table, start, stop, *, scale: float, head_size_v: int, v_offset: int, plan=None):
+def attend(
+    q: torch.Tensor,
+    view: torch.Tensor,
+    table: torch.Tensor,
+    start: torch.Tensor,
+    stop: torch.Tensor,
+    *,
+    scale: float,
+    head_size_v: int,
+    v_offset: int,
+    plan: list[Piece] | None = None,
+) -> torch.Tensor:
     """``reference.attend`` with float32 accumulation, in q's dtype; ``plan`` from ``prepare``."""
     batch, heads, dk = q.shape
     _, kv_heads, entries, width = view.shape

@@ -37,6 +37,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         "torchvision",
         "librosa",
         "soundfile",
+        "soxr",
         "av",
         "timm",
         "open_clip",
