@@ -307,13 +307,17 @@ class Scenario:
             for blocks in batch.requests:
                 self.check_request(blocks, fills[blocks.request_id], output)
         self.check_full_hits(output, fills, metadata)
-        for g in range(len(self.specs)):  # what the step's own tokens and states go to
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens))
+        for g, spec in enumerate(self.specs):  # what the step's own tokens and states go to
             for name in names:
-                last = (self.tables[name][g] or [0])[-1]
-                self.holds[last] = g
-                if not isinstance(self.specs[g], v.MambaSpec):
-                    for block in self.tables[name][g][-2:]:
-                        self.holds[block] = g
+                table, start = self.tables[name][g], computed[name]
+                self.holds[(table or [0])[-1]] = g
+                if not isinstance(spec, v.MambaSpec):
+                    stop = start + output.num_scheduled_tokens[name]
+                    own = table[start // spec.block_size : -(-stop // spec.block_size)]
+                    self.holds |= dict.fromkeys(own, g)
 
     def check_full_hits(self, output, fills, metadata) -> None:
         """A request whose whole prompt is a hit gets no fill: somebody filled all that it reads."""
