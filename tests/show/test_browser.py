@@ -138,7 +138,7 @@ def lab(tmp_path_factory):
         ],
         stdout=log,
         stderr=subprocess.STDOUT,
-        cwd=report.ROOT,
+        cwd=Path(__file__).parents[2],
     )
     try:
         address = f"http://127.0.0.1:{port}"
