@@ -185,7 +185,14 @@ def test_a_notebook_runs_in_jupyterlab_and_the_explorer_answers(browser, lab, tm
     browser.until("!!window.jupyterapp && document.querySelectorAll('.jp-Notebook .jp-Cell').length > 3", 60)
     browser.until("!!document.querySelector('.jp-Notebook-ExecutionIndicator[data-status=\"idle\"]')", 60)
     browser.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
-    browser.until("!!document.querySelector('.db-explorer svg')", 120)
+    # JupyterLab draws the cells that are in sight: scroll until the explorer's is among them
+    sight = (
+        "(() => { const book = document.querySelector('.jp-Notebook .jp-WindowedPanel-outer') ||"
+        " document.querySelector('.jp-Notebook'); const down = book.scrollTop + 400;"
+        " book.scrollTop = down > book.scrollHeight ? 0 : down;"
+        " return !!document.querySelector('.db-explorer svg'); })()"
+    )
+    browser.until(sight, 120)
     errors = (
         '[...document.querySelectorAll(\'[data-mime-type="application/vnd.jupyter.stderr"], '
         ".jp-RenderedText[data-mime-type*=error]')].map(e => e.textContent)"
