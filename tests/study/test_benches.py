@@ -15,7 +15,7 @@ from decodebench.layout.grouping import KVCacheGroupSpec
 from decodebench.layout.plan import from_groups, plan
 from decodebench.measure.journal import store
 from decodebench.models.specs import FullAttentionSpec, MambaSpec
-from decodebench.study import bench_decode, floors, sweep
+from decodebench.study import bench_decode, compare, floors, sweep
 from decodebench.study import bench_fill as bench
 
 
@@ -146,6 +146,8 @@ def test_stored_rows_are_read_as_a_sweeps(small_run, tmp_path):
     assert len(back) == len(rows) and set(back["what"]) == {"fill", "sharing", "audit", "beside", "floor"}
     contiguous = back[(back["case"] == "contiguous") & (back["values"] == "normal")].iloc[0]
     assert contiguous["of_memset"] == small_run["fill"][5]["of_memset"]
+    same = compare.compare(tmp_path, tmp_path, metrics=("of_memset",))
+    assert len(same) == back["of_memset"].notna().sum() and (same["ratio"] == 1).all()
 
 
 def judged(small_run, disturbed=None, **reached):
