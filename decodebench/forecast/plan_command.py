@@ -44,26 +44,25 @@ def plan_command(arguments: argparse.Namespace) -> int:
         for name in ("gpu_memory_utilization", "weights", "other_memory")
         if getattr(arguments, name) is not None
     ]
+    if named and arguments.gpu_memory is None:
+        raise LayoutRefused(f"{named[0]}: it is a part of --gpu-memory, which is missing")
+    if arguments.memory and arguments.gpu_memory is not None:
+        raise LayoutRefused(
+            "--memory and --gpu-memory: the first is the cache's, the second the card's; give one"
+        )
+    arguments.model = load_model(arguments.model)  # read once: it may come from standard input
     if arguments.gpu_memory is None:
-        if named:
-            raise LayoutRefused(f"{named[0]}: it is a part of --gpu-memory, which is missing")
-        arguments.model = load_model(arguments.model)  # read once: it may come from standard input
         code = command.plan_command(arguments)
         if not arguments.json:
             ranks = arguments.tensor_parallel_size
             where = "beside the cache" + (f" on each of {ranks} ranks" if ranks > 1 else "")
             print(f"weights {where}: {weights_text(arguments.model, ranks)}")
         return code
-    if arguments.memory:
-        raise LayoutRefused(
-            "--memory and --gpu-memory: the first is the cache's, the second the card's; give one"
-        )
     options = command.options_of(arguments) | {"block_size": arguments.block_size}
-    arguments.model = load_model(arguments.model)
     share = arguments.gpu_memory_utilization
     cards = card_memory(
         arguments.model,
-        [card for given in arguments.gpu_memory for card in given.split(",")],
+        ",".join(arguments.gpu_memory),
         UTILIZATION if share is None else share,
         arguments.weights,
         arguments.other_memory,

@@ -79,8 +79,9 @@ def weight_bytes(model: Model | str | Path | Mapping, tensor_parallel_size: int 
 def weights_text(model: Model | str | Path | Mapping, tensor_parallel_size: int = 1) -> str:
     """``weight_bytes`` in words: what lies beside a cache, an estimate where it is one, or why it is not known."""
     try:
-        size = bytes_text(weight_bytes(model, tensor_parallel_size))
-        return f"about {size}, an estimate" if not_exact(load_model(model)) else size
+        known = load_model(model)
+        size = bytes_text(weight_bytes(known, tensor_parallel_size))
+        return f"about {size}, an estimate" if not_exact(known) else size
     except DecodebenchError as error:
         return f"not known ({error})"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -14,6 +14,7 @@ from decodebench.layout.card_memory import CardMemory
 from decodebench.layout.compare import compare_rows, facts
 from decodebench.layout.placement import LayoutRefused
 from decodebench.layout.plan import DEFAULT_MEMORY, auto_fit, layout_for, parse_memories, prepare
+from decodebench.layout.records import Grouped
 from decodebench.models.devices import DEFAULT_DEVICE, DEVICES
 from decodebench.models.engines import ENGINES, NEWEST
 from decodebench.models.load import load_model
@@ -253,6 +254,11 @@ def _json_case(
         grouped = prepare(model, arguments.block_size, arguments.grouping, **options)
     except DecodebenchError as error:
         return {"model": model.name, "options": options, "resolved": {}, "refused": dump.refusal(error)}
+    return planned_case(grouped, budgets)
+
+
+def planned_case(grouped: Grouped, budgets: Iterable[int | tuple[int, ...]]) -> dict:
+    """Grouped layers in each of the budgets, in the form of an engine's dump: a layout, or why there is none."""
     layouts: dict = {}
     for budget in budgets:
         try:

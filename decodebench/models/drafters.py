@@ -7,7 +7,6 @@ prediction) keeps for each of them what its last attending decoder layer keeps, 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -349,8 +348,3 @@ def drafter_text(model: Model, options: CacheOptions) -> str | None:
         f"drafter: {model.drafter_name}, {len(model.drafter)} caches ({names}), "
         f"{options.num_speculative_tokens} tokens a step"
     )
-
-
-def draft_fields(asked: str | Mapping | None) -> str | None:
-    """``draft_config`` as JSON can hold it."""
-    return json.dumps(asked) if isinstance(asked, Mapping) else asked

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from decodebench.cache.readback import inspect_pages
-from decodebench.cache.tensors import allocate
+from decodebench.cache.tensors import allocate, free_memory
 from decodebench.cache.values import Constant, Normal
 from decodebench.errors import DecodebenchError
 from decodebench.measure.in_turn import in_turn
@@ -112,11 +111,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench_growth_command(arguments: argparse.Namespace) -> int:
     """0 where every floor is met, 1 where one is missed, 3 where other work on the machine hides one."""
-    most = int(arguments.most * 2**30) if arguments.most else min(LARGEST, available_bytes() // 2)
-    if not SMALLEST <= most <= available_bytes():
+    free = free_memory(torch.device("cpu"))
+    most = int(arguments.most * 2**30) if arguments.most else min(LARGEST, free // 2)
+    if not SMALLEST <= most <= free:
         raise DecodebenchError(
             f"--most {bytes_text(most)}: between {bytes_text(SMALLEST)} and the "
-            f"{bytes_text(available_bytes())} that this machine has free"
+            f"{bytes_text(free)} that this machine has free"
         )
     rows: list[dict[str, Any]] = []
     for shape in shapes(most):
@@ -148,13 +148,3 @@ def line_of(row: dict[str, Any]) -> str:
         "?" if row["disturbed"] else f"{row['share']:.2f} of plain bytes",
     )
     return "  ".join(cells)
-
-
-def available_bytes() -> int:
-    """Memory that can be had without anybody giving up theirs; where Linux does not tell, half of all."""
-    try:
-        with open("/proc/meminfo") as file:
-            found = next(line for line in file if line.startswith("MemAvailable"))
-        return int(found.split()[1]) << 10
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from decodebench.layout.layout import Layout
 from decodebench.layout.plan import plan
 from decodebench.models.engines import ENGINES
+from decodebench.vllm import compat
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,7 +42,7 @@ def plan_of_engine(llm: LLM, model: str | Path | Mapping, memory: int | None = N
     """
     config = llm.llm_engine.vllm_config
     cache, parallel = config.cache_config, config.parallel_config
-    release = "vllm-" + ".".join(vllm.__version__.split(".")[:2])
+    release = f"vllm-{compat.release(vllm.__version__)}"
     return plan(
         model,
         memory=cache.kv_cache_memory_bytes or memory,

@@ -83,7 +83,7 @@ def run_case(case: Mapping[str, Any]) -> dict:
             options["audit_file"] = str(Path(folder, "audit.jsonl"))
         with smaller, engine(model, connector, options, **arguments) as llm:
             config = llm.llm_engine.vllm_config
-            if case["kernel_block"] and not on_cpu(config):
+            if case["kernel_block"] and not on_cpu():
                 raise CaseRefused(
                     "kernel_block: only CPU attention can be told its kernel block; leave it out"
                 )
@@ -103,8 +103,8 @@ def run_case(case: Mapping[str, Any]) -> dict:
         | step_columns(resident)
         | {"admit_s": sum(admitting), "admit_steps": len(admitting)}
         | {"tokens_per_second": len(lengths) / statistics.median(resident)}
-        | floor_columns(case, effective(model, config), lengths, resident, whose_floor(case, on_cpu(config)))
-        | {"engine_used": engine_text(config), "node": node(on_cpu(config))}
+        | floor_columns(case, effective(model, config), lengths, resident, whose_floor(case, on_cpu()))
+        | {"engine_used": engine_text(config), "node": node(on_cpu())}
         | ({"notes": BYTES_NOTE} if audits_bytes(case) else {})
     )
 
@@ -187,14 +187,12 @@ def arguments_of(case: Mapping[str, Any], longest: int) -> dict:
         "disable_log_stats": True,
     }
     found |= {name: case[name] for name, plain in PASSED_ON.items() if case[name] not in (plain, None)}
-    if found.pop("mamba_ssm_cache_dtype", None):
-        found["mamba_ssm_cache_dtype"] = case["mamba_ssm_cache_dtype"]
     if not Path(case["model"]).is_dir() and "skip_tokenizer_init" not in given:
         found["skip_tokenizer_init"] = True
     return found | given
 
 
-def on_cpu(config: VllmConfig) -> bool:
+def on_cpu() -> bool:
     """Whether the engine of this process runs on a CPU."""
     from vllm.platforms import current_platform
 

@@ -42,14 +42,7 @@ from decodebench.models.specs import (
     SlidingWindowSpec,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small shapes gain nothing from threads, and lose much beside other processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def read_positions(spec, tokens, per_block, table, hit):

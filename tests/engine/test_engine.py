@@ -2,10 +2,7 @@
 
 import pytest
 
-import decodebench as db
 import decodebench.vllm as dbv
-from decodebench.models.engines import ENGINES, NEWEST
-from decodebench.vllm import compat
 
 OURS = "GroupedDecodeBenchConnector"
 BUILTIN = "AuditedBuiltinConnector"
@@ -33,28 +30,6 @@ def run(tmp_path):
     return start
 
 
-def plan_for(llm, name):
-    """The plan for an engine's own block size and options."""
-    import vllm
-
-    config, release = llm.llm_engine.vllm_config, f"vllm-{compat.release(vllm.__version__)}"
-    cache = config.cache_config
-    return db.plan(
-        name,
-        memory=cache.kv_cache_memory_bytes,
-        block_size=cache.block_size,
-        kernel_block_size=32,  # what the CPU's attention takes
-        kv_cache_dtype=cache.cache_dtype,
-        mamba_ssm_cache_dtype=cache.mamba_ssm_cache_dtype,
-        max_model_len=config.model_config.max_model_len,
-        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        async_scheduling=config.scheduler_config.async_scheduling,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        memory_order="LBHNC",
-        engine=release if release in ENGINES else NEWEST,
-    )
-
-
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "prefix"), [("auto", True), ("fp8", False)], ids=["bf16-prefix-caching", "fp8"]
 )
@@ -63,7 +38,7 @@ def test_every_required_page_holds_its_values_and_the_plan_is_the_layout(run, na
     layouts = {}
 
     def look(llm):
-        layouts["engine"], layouts["plan"] = dbv.layout_of_engine(llm), plan_for(llm, name)
+        layouts["engine"], layouts["plan"] = dbv.layout_of_engine(llm), dbv.plan_of_engine(llm, name)
 
     audit, outputs = run(name, look=look, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=prefix)
     assert audit.ok, str(audit)

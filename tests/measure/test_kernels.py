@@ -18,21 +18,14 @@ from kernel_cases import FP8, SHAPES, TOLERANCE, attention_case, check_attention
 from decodebench.cache import compiled
 from decodebench.measure.kernels import cpp, reference, torch_ops
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: Triton interprets only where it was told so before its first import: a process of its own, see below
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = ["triton"] if INTERPRETED else []
 NO_TRITON = "Triton is not installed (optional extra)"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason=NO_TRITON)
 needs_compiler = pytest.mark.skipif(cpp.why_not() is not None, reason=f"no compiled backend: {cpp.why_not()}")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small shapes gain nothing from threads, and lose much beside other processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def backend_named(name):

@@ -43,16 +43,9 @@ from decodebench.models.specs import (
 )
 from decodebench.study import bench_decode, latency_table, sweep
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ATTENTION = {"num_kv_heads": 2, "head_size": 32}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small shapes gain nothing from threads, and lose much beside other processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def attention_specs(block_size, dtype="bfloat16"):

@@ -4,17 +4,10 @@ import random
 
 import pytest
 import random_kernels
-import torch
 
 from decodebench.cache.values import Constant, Normal
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("number", range(0, 120, 20))

@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from decodebench.layout import dump
-from decodebench.layout.placement import LayoutRefused
-from decodebench.layout.plan import auto_fit, layout_for, prepare
+from decodebench.layout.command import planned_case
+from decodebench.layout.plan import prepare
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 RELEASES = GOLDENS / "releases.jsonl.gz"
@@ -132,14 +131,7 @@ def like(layout: Mapping[str, Any], case: Case) -> dict:
 def plan_of(case: Case, engine: str) -> dict:
     """What ``plan`` says of a case by a release's rules."""
     grouped = prepare(case.model, **case.options | {"engine": engine})
-    layouts: dict = {}
-    for budget in map(int, case.layout["memory"]):
-        try:
-            layouts[budget] = layout_for(grouped, budget)
-        except LayoutRefused as error:
-            fits = auto_fit(grouped, budget) if error.max_model_len else None
-            layouts[budget] = {"refused": str(error), "auto_fit": fits}
-    return dump.case(layouts, grouped)
+    return planned_case(grouped, map(int, case.layout["memory"]))
 
 
 def _plain(layout: Mapping[str, Any]) -> dict:
