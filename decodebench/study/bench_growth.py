@@ -12,6 +12,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def bench_growth_command(arguments: argparse.Namespace) -> int:
     """0 where every floor is met, 1 where one is missed, 3 where other work on the machine hides one."""
     free = free_memory(torch.device("cpu"))
+    if not Path("/proc/meminfo").exists():  # then it is all of the memory, and others hold a part of it
+        free //= 2
     most = int(arguments.most * 2**30) if arguments.most else min(LARGEST, free // 2)
     if not SMALLEST <= most <= free:
         raise DecodebenchError(
