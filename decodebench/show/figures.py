@@ -540,7 +540,7 @@ def growth(rows: pd.DataFrame | None, title: str) -> Chart | Note:
     """
     if rows is None:
         return note(
-            "No figure here: no rows are stored. `python -m decodebench bench growth --out data/results/growth` "
+            "No figure here: no rows are stored. python -m decodebench bench growth --out data/results/growth "
             "makes them, on a machine where nothing else runs."
         )
     frame = rows[rows["varies"] == "bytes"].copy()

@@ -315,7 +315,7 @@ def latency(table: pd.DataFrame, again: pd.DataFrame, device: str) -> Answer:
             )
         else:
             text = f"{counted(len(part), 'block size')} that two runs cannot tell apart"
-        said.append(f"{short(name)}: {text}, at most {share.max():.0%} of the memory's limit")
+        said.append(f"{short(name)}: {text}, at most {share.max():.0%} of this machine's limit")
     if not said:
         return f"No step could be measured.{left_out}", None
     text = f"On this {device}: {'; '.join(said)}."
